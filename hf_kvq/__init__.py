@@ -1,0 +1,12 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""hf_kvq: quantized KV caches for transformers. `import hf_kvq` registers them with `generate`."""
+
+from .cache import BudgetExceededError, KVQCache, PMKVQCache
+from .config import PMKVQConfig
+from .registration import register, unregister
+from .version import __version__
+
+
+__all__ = ["BudgetExceededError", "KVQCache", "PMKVQCache", "PMKVQConfig", "__version__", "register", "unregister"]
+
+register()

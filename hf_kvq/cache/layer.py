@@ -1,0 +1,363 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""One attention layer of a quantized cache: exact sink, packed body, exact recent tokens, row by row."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from ..ops import ExactPart, Part, attend
+from .handle import KVHandle
+from .padding import Padding
+from .rows import RowState, runs
+
+
+class Body(Protocol):
+    """Storage of a layer's packed pages, all rows."""
+
+    def nbytes(self) -> int: ...
+
+    def select(self, indices: torch.Tensor) -> None: ...
+
+
+class KVQLayer(CacheLayerMixin):
+    """What every method has in common; a method adds how tokens become pages and how much room there is.
+
+    Rows are independent: what a row stores never depends on its neighbours, and padding is not stored at all. New
+    tokens are first *pending*: attention sees them exact, and they are stored right after it.
+
+    Args:
+        padding: the padding columns of the batch, shared by the layers of a cache.
+        kernel: implementation of attention, see `hf_kvq.ops`.
+        sink_tokens: first tokens of each row, kept exact.
+        window: least number of recent tokens that stay exact.
+        initial_bits: width that a row's first page would have.
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = True
+
+    def __init__(self, padding: Padding, kernel: str, sink_tokens: int, window: int, initial_bits: int):
+        self.padding, self.kernel = padding, kernel
+        self.sink_tokens, self.window, self.initial_bits = sink_tokens, window, initial_bits
+        self.reset()
+
+    # --- what a method adds --------------------------------------------------------------------------------------
+
+    #: Tokens of one page.
+    page_tokens: int
+
+    @abstractmethod
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Set `body`, `sink` and `recent` for K and V like these, [batch, heads, any, head_dim]."""
+
+    @abstractmethod
+    def _make_room(self, tokens: int) -> None:
+        """Before a row comes to hold `tokens` tokens."""
+
+    @abstractmethod
+    def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
+        """Pack [rows, heads, n * page_tokens, head_dim] behind the pages of rows of one state."""
+
+    @abstractmethod
+    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> Part:
+        """The packed tokens of rows of one state; `mask` covers just them."""
+
+    @abstractmethod
+    def _dequantize_body(self, rows: slice, state: RowState, value: bool) -> torch.Tensor:
+        """Packed keys or values of rows of one state, [rows, heads, tokens, head_dim]."""
+
+    def check_room(self, new_columns: int) -> None:
+        """Raise if `new_columns` more columns are not allowed; the default allows any number."""
+
+    # --- storing -------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget all tokens and give the memory back."""
+        self.columns = 0
+        self.states: list[RowState] = []
+        self.body: Body | None = None
+        self.sink: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.recent: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate for the batch, heads, head_dims, dtype and device of [batch, heads, any, head_dim]."""
+        self.device = key_states.device
+        # A cache made under inference_mode must go on working outside it.
+        with torch.inference_mode(False):
+            self._allocate(key_states, value_states)
+        self.states = [RowState(self.initial_bits)] * key_states.shape[0]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take in new tokens, [batch, heads, new columns, head_dim]; they count as cached from now on.
+
+        Returns:
+            Handles that stand for all keys and all values, see `KVHandle`.
+
+        Raises:
+            ValueError: the shapes do not go with what is cached.
+            BudgetExceededError: the layer's budget forbids it; nothing has been stored.
+        """
+        self.settle()
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self._check_shapes(key_states, value_states)
+        self.check_room(key_states.shape[2])
+        self._pending = (key_states, value_states)
+        self.columns += key_states.shape[2]
+        return KVHandle(self, False, key_states), KVHandle(self, True, value_states)
+
+    def settle(self) -> None:
+        """Store the pending tokens."""
+        if self._pending is None:
+            return
+        pending, start = self._pending, self._pending_start
+        self._pending = None
+        for rows in self._runs():
+            new = self.padding.tokens(rows.start, start, self.columns)
+            # Whatever graph made these tensors ends here.
+            tokens = (_pick(x[rows].detach(), new).to(s) for x, s in zip(pending, self.sink))
+            self.states[rows] = [self._store(rows, *tokens)] * (rows.stop - rows.start)
+
+    def _store(self, rows: slice, *new: torch.Tensor) -> RowState:
+        """Append keys and values [rows, heads, n, head_dim] to rows of one state; returns their new state."""
+        state, count = self.states[rows.start], new[0].shape[2]
+        self._make_room(state.tokens(self.page_tokens) + count)
+
+        if state.sink < self.sink_tokens and count:
+            taken = min(self.sink_tokens - state.sink, count)
+            for store, x in zip(self.sink, new):
+                store[rows, :, state.sink : state.sink + taken] = x[:, :, :taken]
+            new = tuple(x[:, :, taken:] for x in new)
+            state = dataclasses.replace(state, sink=state.sink + taken)
+
+        leaving = max(0, state.recent + new[0].shape[2] - self.window) // self.page_tokens * self.page_tokens
+        if leaving:
+            if state.recent:
+                new = tuple(torch.cat([s[rows, :, : state.recent], x], dim=2) for s, x in zip(self.recent, new))
+            state = dataclasses.replace(state, recent=0)
+            state = self._append_pages(rows, state, *(x[:, :, :leaving] for x in new))
+            new = tuple(x[:, :, leaving:] for x in new)
+        stop = state.recent + new[0].shape[2]
+        for store, x in zip(self.recent, new):
+            store[rows, :, state.recent : stop] = x
+        return dataclasses.replace(state, recent=stop)
+
+    # --- attending -----------------------------------------------------------------------------------------------
+
+    @property
+    def prompt(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """K and V if all of them are pending: a prompt, which attends to itself exactly."""
+        return self._pending if self._pending_start == 0 else None
+
+    def attend(
+        self, query: torch.Tensor, mask: torch.Tensor | None, scaling: float, is_causal: bool = True
+    ) -> torch.Tensor:
+        """Attention of `query` over everything cached, without dequantizing the history at once.
+
+        Args:
+            query: [batch, query heads, queries, head_dim]; the queries belong to the newest columns.
+            mask: broadcasts against [batch, query heads, queries, columns]; bool (true = visible), additive, or None.
+            scaling: factor on the scores.
+            is_causal: without a mask, queries do not see the columns after their own.
+
+        Returns:
+            [batch, query heads, queries, head_dim] in the query's dtype.
+        """
+        results = []
+        for rows in self._runs():
+            row_mask = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
+            parts = self._parts(rows, query.shape[2], row_mask, is_causal)
+            results.append(attend(query[rows], parts, scaling, self.kernel))
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _parts(self, rows: slice, queries: int, mask: torch.Tensor | None, is_causal: bool) -> list[Part]:
+        """All tokens of rows of one state: the exact ones together, and the packed ones if there are any."""
+        state = self.states[rows.start]
+        tokens = self.padding.tokens(rows.start, 0, self.columns)
+        if mask is not None:
+            mask = _pick(mask[..., : self.columns], tokens, dim=-1)
+        elif is_causal and queries > 1:
+            column = torch.arange(self.columns, device=self.device)
+            mask = (_pick(column, tokens, dim=0) <= column[self.columns - queries :, None])[None, None]
+        sink, packed = state.sink, state.body(self.page_tokens)
+        exact_mask = packed_mask = None
+        if mask is not None:
+            exact_mask = torch.cat([mask[..., :sink], mask[..., sink + packed :]], dim=-1)
+            packed_mask = mask[..., sink : sink + packed]
+        keys, values = (torch.cat(pieces, dim=2) for pieces in zip(self._exact_sink(rows), self._exact_recent(rows)))
+        parts: list[Part] = [ExactPart(keys, values, exact_mask)]
+        if state.pages:
+            parts.append(self._packed_part(rows, state, packed_mask))
+        return parts
+
+    def _exact_sink(self, rows: slice) -> list[torch.Tensor]:
+        return [s[rows, :, : self.states[rows.start].sink] for s in self.sink]
+
+    def _exact_recent(self, rows: slice) -> list[torch.Tensor]:
+        """Exact tokens behind the body, the pending ones included."""
+        recent = [s[rows, :, : self.states[rows.start].recent] for s in self.recent]
+        if self._pending is None:
+            return recent
+        new = self.padding.tokens(rows.start, self._pending_start, self.columns)
+        return [torch.cat([r, _pick(x[rows], new).to(r)], dim=2) for r, x in zip(recent, self._pending)]
+
+    def dequantize(self, value: bool) -> torch.Tensor:
+        """All keys or values as attention sees them, [batch, heads, columns, head_dim]; padding columns are zero."""
+        out = self.sink[value].new_zeros(
+            len(self.states), self.sink[value].shape[1], self.columns, self.sink[value].shape[3]
+        )
+        for rows in self._runs():
+            state = self.states[rows.start]
+            pieces = [self._exact_sink(rows)[value], self._exact_recent(rows)[value]]
+            if state.pages:
+                pieces.insert(1, self._dequantize_body(rows, state, value).to(out.dtype))
+            out[rows, :, self.padding.tokens(rows.start, 0, self.columns)] = torch.cat(pieces, dim=2)
+        return out
+
+    @property
+    def keys(self) -> torch.Tensor | None:
+        """All keys dequantized, [batch, heads, columns, head_dim]; a new tensor at every access."""
+        return self.dequantize(False) if self.is_initialized else None
+
+    @property
+    def values(self) -> torch.Tensor | None:
+        """All values dequantized, [batch, heads, columns, head_dim]; a new tensor at every access."""
+        return self.dequantize(True) if self.is_initialized else None
+
+    # --- the rest of the layer contract ----------------------------------------------------------------------------
+
+    def get_seq_length(self) -> int:
+        return self.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def nbytes(self) -> int:
+        """Bytes of all storages this layer holds."""
+        if not self.is_initialized:
+            return 0
+        return self.body.nbytes() + sum(x.nbytes for x in (*self.sink, *self.recent))
+
+    def elements(self) -> int:
+        """Numbers that the tokens held stand for: K and V, all rows, without padding."""
+        if not self.is_initialized:
+            return 0
+        self.settle()
+        per_token = sum(x.shape[1] * x.shape[3] for x in self.sink)
+        return per_token * sum(state.tokens(self.page_tokens) for state in self.states)
+
+    def exact_nbytes(self) -> int:
+        """Bytes that an ordinary cache holds for the same columns, padding included."""
+        if not self.is_initialized:
+            return 0
+        per_token = sum(x.shape[1] * x.shape[3] * x.element_size() for x in self.sink)
+        return per_token * self.columns * len(self.states)
+
+    def bits(self) -> int:
+        """Width of the body now, the narrowest row's where rows differ."""
+        self.settle()
+        return min((state.bits for state in self.states), default=self.initial_bits)
+
+    def summary(self) -> dict[str, Any]:
+        """What the layer holds; token counts are lists, one entry per row."""
+        self.settle()
+        return {
+            "kind": type(self).__name__,
+            "bits": self.bits(),
+            "columns": self.columns,
+            "sink": [state.sink for state in self.states],
+            "packed": [state.body(self.page_tokens) for state in self.states],
+            "recent": [state.recent for state in self.states],
+            "nbytes": self.nbytes(),
+        }
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` columns. What stays is not touched: exact or packed as it was.
+
+        Raises:
+            ValueError: `tokens_to_remove` is positive.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}"
+            )
+        self.settle()
+        self.columns = max(0, self.columns + tokens_to_remove)
+        for row, state in enumerate(self.states):
+            tokens = count_tokens(self.padding, row, 0, self.columns)
+            self.states[row] = state.cropped(tokens, self.page_tokens, self.initial_bits)
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was."""
+        self._select(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select(torch.arange(len(self.states)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (integers or a bool mask)."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._select(indices)
+
+    def _select(self, indices: torch.Tensor) -> None:
+        if not self.is_initialized:
+            return
+        self.settle()
+        at = indices.to(self.device)
+        self.body.select(at)
+        self.sink, self.recent = (tuple(x.index_select(0, at) for x in pair) for pair in (self.sink, self.recent))
+        self.states = [self.states[i] for i in indices.tolist()]
+
+    # --- helpers ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _pending_start(self) -> int:
+        """First pending column, or the number of columns if none is pending."""
+        return self.columns - (self._pending[0].shape[2] if self._pending is not None else 0)
+
+    def _runs(self) -> Iterator[slice]:
+        """Rows that stand alike, so that they can be handled together."""
+        return runs(len(self.states), lambda row: (self.states[row], self.padding.of(row)))
+
+    def _exact(self, like: tuple[torch.Tensor, torch.Tensor], batch: int, tokens: int):
+        """Room for `tokens` exact tokens per row, keys and values."""
+        return tuple(x.new_empty(batch, x.shape[1], tokens, x.shape[3]) for x in like)
+
+    def _check_shapes(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        for name, x, store in zip(("keys", "values"), (keys, values), self.sink):
+            expected = (len(self.states), store.shape[1], keys.shape[2], store.shape[3])
+            if tuple(x.shape) != expected:
+                raise ValueError(
+                    f"the new {name} have shape {tuple(x.shape)}, but this cache layer goes on with {expected} "
+                    "(batch, KV heads, new tokens, head_dim); use a new cache, or reset() this one, for another batch"
+                )
+
+
+def count_tokens(padding: Padding, row: int, start: int, stop: int) -> int:
+    """Tokens, that is columns without padding, among `[start, stop)`."""
+    return stop - start - sum(max(0, min(high, stop) - max(low, start)) for low, high in padding.of(row))
+
+
+def _pick(x: torch.Tensor, index: slice | torch.Tensor, dim: int = 2) -> torch.Tensor:
+    """`x` at `index` along `dim`; a view where the index is a slice."""
+    if isinstance(index, slice):
+        start, stop, _ = index.indices(x.shape[dim])
+        return x.narrow(dim, start, stop - start)
+    return x.index_select(dim, index.to(x.device))

@@ -1,0 +1,109 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Byte formula of one layer: how many bytes tokens take, and how many tokens bytes hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..codecs import BlockCodec
+from ..config import PMKVQConfig
+from ..transforms import HadamardRotation
+
+
+#: Tokens that leave the window together where the codec does not dictate it.
+PAGE_TOKENS = 32
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per token: `heads` KV heads of `key_dim` + `value_dim` channels in `dtype`."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one exact token."""
+        return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerLayout:
+    """Sizes of one layer of one request: exact sink, body in pages of `page_tokens`, exact recent tokens.
+
+    A page is the keys' block followed by the values' block. The body takes whole pages; the recent part holds the
+    window and up to `page_tokens - 1` tokens that wait for their page to fill.
+    """
+
+    shape: LayerShape
+    sink_tokens: int
+    window: int
+    keys: BlockCodec
+    values: BlockCodec
+
+    @classmethod
+    def of(cls, config: PMKVQConfig, shape: LayerShape) -> LayerLayout:
+        page = config.group_size if config.key_codec == "channel" else PAGE_TOKENS
+        transform = HadamardRotation(shape.value_dim) if config.transform == "hadamard" else None
+        common = (shape.heads, page)
+        return cls(
+            shape,
+            config.sink_tokens,
+            config.window,
+            BlockCodec(*common, shape.key_dim, shape.dtype, config.key_codec, config.group_size),
+            BlockCodec(*common, shape.value_dim, shape.dtype, "token", config.group_size, transform),
+        )
+
+    @property
+    def page_tokens(self) -> int:
+        return self.keys.tokens
+
+    def page_bytes(self, bits: int) -> int:
+        return self.keys.nbytes(bits) + self.values.nbytes(bits)
+
+    def split(self, length: int) -> tuple[int, int, int]:
+        """Sink tokens, body pages and room for recent tokens that a request of up to `length` tokens needs."""
+        sink = min(length, self.sink_tokens)
+        pages = max(0, (length - sink - self.window) // self.page_tokens)
+        return sink, pages, min(length - sink, self.window + self.page_tokens - 1)
+
+    def bytes_for(self, length: int, bits: int) -> int:
+        """Bytes that `length` tokens take with the body at `bits`; codes, (min, max), sink and window are counted."""
+        sink, pages, recent = self.split(length)
+        return (sink + recent) * self.shape.token_bytes + pages * self.page_bytes(bits)
+
+    def bits_for(self, pages: int, body_bytes: int, fbit: int, bits: int = 16) -> int:
+        """The width that `pages` pages must have to fit `body_bytes`, from `bits` downwards, at least `fbit`."""
+        while bits > fbit and pages * self.page_bytes(bits) > body_bytes:
+            bits //= 2
+        return bits
+
+
+def length_for_budget(layout: LayerLayout, fbits: Sequence[int], budget_bytes: int) -> int:
+    """Most tokens for which layers of this layout with final widths `fbits` fit `budget_bytes` together.
+
+    Raises:
+        ValueError: not even the sink, the window and one page fit; the message says what the least budget is.
+    """
+
+    def total(length: int) -> int:
+        return sum(layout.bytes_for(length, bits) for bits in fbits)
+
+    least = layout.sink_tokens + layout.window + layout.page_tokens
+    if total(least) > budget_bytes:
+        raise ValueError(
+            f"budget_bytes={budget_bytes} is too small: {len(fbits)} layers with {layout.sink_tokens} sink tokens, a "
+            f"window of {layout.window} and one page of {layout.page_tokens} tokens take {total(least)} bytes"
+        )
+    low, high = least, least + 1
+    while total(high) <= budget_bytes:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if total(middle) <= budget_bytes else (low, middle)
+    return low

@@ -1,0 +1,121 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""PM-KVQ for one layer: 16 bits while the budget lasts, then 8, 4 and 2 in place (arXiv 2505.18610)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from transformers.utils import logging
+
+from ..config import PMKVQConfig
+from ..ops import PackedPart, require_kernel
+from .body import ProgressiveBody
+from .layer import KVQLayer, count_tokens
+from .layout import LayerLayout, LayerShape, length_for_budget
+from .padding import Padding
+from .rows import RowState
+
+
+logger = logging.get_logger(__name__)
+
+
+class BudgetExceededError(RuntimeError):
+    """A request outgrew its byte budget with `on_overflow="error"`. The cache holds what it held before."""
+
+
+class ProgressiveLayer(KVQLayer):
+    """A layer whose body is narrowed, whole, each time it no longer fits its budget, down to `fbit`.
+
+    Args:
+        config: the cache's options.
+        fbit: final width of this layer.
+        all_fbits: final widths of all quantized layers; together they share `config.budget_bytes`.
+        max_length: tokens per request that the budget is made for, unless `config.budget_bytes` says it.
+        padding: the padding columns of the batch, shared by the layers of a cache.
+    """
+
+    def __init__(
+        self,
+        config: PMKVQConfig,
+        fbit: int,
+        all_fbits: tuple[int, ...],
+        max_length: int,
+        padding: Padding | None = None,
+    ):
+        self.config, self.fbit, self.all_fbits, self.max_length = config, fbit, all_fbits, max_length
+        super().__init__(
+            padding if padding is not None else Padding(),
+            require_kernel(config.kernel),
+            config.sink_tokens,
+            config.window,
+            max(config.initial_bits, fbit),
+        )
+
+    @property
+    def budget(self) -> int:
+        """Bytes per row that `max_length` tokens take at `fbit`, everything counted."""
+        return self.layout.bytes_for(self.max_length, self.fbit)
+
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        self.layout = LayerLayout.of(self.config, shape)
+        if self.config.budget_bytes is not None:
+            self.max_length = length_for_budget(self.layout, self.all_fbits, self.config.budget_bytes)
+        self.page_tokens = self.layout.page_tokens
+        sink, pages, recent = self.layout.split(self.max_length)
+        batch = keys.shape[0]
+        self.body = ProgressiveBody(self.layout, pages * self.layout.page_bytes(self.fbit), batch, keys.device)
+        self.sink, self.recent = (self._exact((keys, values), batch, n) for n in (sink, recent))
+
+    def check_room(self, new_columns: int) -> None:
+        """Raise `BudgetExceededError` if the budget forbids `new_columns` more columns."""
+        if self.config.on_overflow != "error" or not self.is_initialized:
+            return
+        for row in range(len(self.states)):
+            tokens = count_tokens(self.padding, row, 0, self.columns + new_columns)
+            if tokens > self.max_length:
+                raise BudgetExceededError(
+                    f"row {row} would hold {tokens} tokens, but its budget ends at {self.max_length} tokens of "
+                    f"{self.fbit} bits; the cache still holds what it held. Raise max_length or budget_bytes, lower "
+                    "fbit, or use on_overflow='grow'"
+                )
+
+    def _make_room(self, tokens: int) -> None:
+        """Past the budget at the final width: allocate more, in steps that keep the cost per token constant."""
+        if tokens <= self.max_length:
+            return
+        logger.warning_once(
+            f"a request outgrew the KV cache's budget of {self.max_length} tokens; the cache keeps its final width "
+            "and grows (on_overflow='grow'). Give max_length or budget_bytes to reserve enough from the start."
+        )
+        self.max_length = max(tokens, self.max_length + self.max_length // 2)
+        sink, pages, recent = self.layout.split(self.max_length)
+        with torch.inference_mode(False):
+            self.body.resize(pages * self.layout.page_bytes(self.fbit))
+            for name, size in (("sink", sink), ("recent", recent)):
+                old = getattr(self, name)
+                new = self._exact(old, len(self.states), size)
+                for source, target in zip(old, new):
+                    target[:, :, : source.shape[2]] = source
+                setattr(self, name, new)
+
+    def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
+        pages = state.pages + keys.shape[2] // self.page_tokens
+        bits = self.layout.bits_for(pages, self.body.row_bytes, self.fbit, state.bits)
+        # Pages that `crop` left short can outnumber the budget's although their tokens do not.
+        self.body.resize(pages * self.layout.page_bytes(bits))
+        if bits < state.bits:
+            self.body.narrow(rows, state.pages, state.bits, bits)
+        self.body.write(rows, state.pages, bits, keys, values)
+        return dataclasses.replace(state, bits=bits, pages=pages)
+
+    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
+        pages = self.body.pages(rows, state.bits)[:, : state.pages]
+        return PackedPart(pages, self.layout.keys, self.layout.values, state.bits, mask, state.short)
+
+    def _dequantize_body(self, rows: slice, state: RowState, value: bool) -> torch.Tensor:
+        part = self._packed_part(rows, state, None)
+        codec = self.layout.values if value else self.layout.keys
+        blocks = [block[2 + value] for block in part.blocks(1024)]
+        return codec.restore(torch.cat(blocks, dim=2), state.bits)

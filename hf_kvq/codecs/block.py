@@ -1,0 +1,117 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Codec of one block: a fixed number of tokens of K (or V), all heads, as one run of bytes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from ..transforms import Transform
+from .packing import pack, packed_size, unpack
+from .uniform import decode, equivalent_right_shift, quantize, spread_groups
+
+
+Axis = Literal["token", "channel"]
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """How `tokens` consecutive tokens of K or V ([heads, tokens, dim]) become bytes and come back.
+
+    At 16 bits the block is the model's own data, untouched. Below, its bytes are the packed codes, in planes along the
+    tokens, followed by every group's minimum and then every group's maximum in the model's dtype.
+
+    Args:
+        heads: KV heads.
+        tokens: tokens per block, a multiple of 16.
+        dim: head_dim.
+        dtype: the model's dtype.
+        axis: "token" for groups along the channels of one token, "channel" for groups along the tokens of one channel.
+        group_size: elements that share one (min, max); the last group may be shorter.
+        transform: applied before quantization; codes stand for transformed data.
+    """
+
+    heads: int
+    tokens: int
+    dim: int
+    dtype: torch.dtype
+    axis: Axis
+    group_size: int
+    transform: Transform | None = field(default=None, compare=False)
+
+    @property
+    def groups(self) -> tuple[int, int]:
+        """Groups per head, as (along the tokens, along the channels)."""
+        if self.axis == "token":
+            return self.tokens, math.ceil(self.dim / self.group_size)
+        return math.ceil(self.tokens / self.group_size), self.dim
+
+    def code_bytes(self, bits: int) -> int:
+        return self.heads * packed_size(self.tokens, bits) * self.dim
+
+    def nbytes(self, bits: int) -> int:
+        """Bytes of one block at `bits`, (min, max) included."""
+        if bits == 16:
+            return self.heads * self.tokens * self.dim * self.dtype.itemsize
+        return self.code_bytes(bits) + 2 * self.heads * math.prod(self.groups) * self.dtype.itemsize
+
+    def encode(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        """[..., heads, tokens, dim] -> uint8 [..., nbytes(bits)]."""
+        x = x.to(self.dtype)
+        if bits == 16:
+            return _as_bytes(x, 3)
+        if self.transform is not None:
+            x = self.transform.forward(x).to(self.dtype)
+        codes, low, high = quantize(x, bits, self.group_size, self._dim)
+        ranges = torch.stack([low, high], dim=-4)
+        return torch.cat([pack(codes, bits, dim=-2).flatten(-3), _as_bytes(ranges, 4)], dim=-1)
+
+    def decode(self, blocks: torch.Tensor, bits: int) -> torch.Tensor:
+        """uint8 [rows, blocks, nbytes(bits)] -> [rows, heads, blocks * tokens, dim].
+
+        Below 16 bits the result is float32 and still transformed; at 16 bits it is the stored data.
+        """
+        if bits == 16:
+            x = blocks.view(self.dtype).unflatten(-1, (self.heads, self.tokens, self.dim))
+            return x.transpose(1, 2).flatten(2, 3)
+        codes, low, high = self._fields(blocks, bits)
+        # Sorting the few packed bytes by head is cheaper than sorting what they unpack to.
+        codes = unpack(codes.transpose(1, 2).contiguous(), bits, self.tokens, dim=-2)
+        low, high = (
+            spread_groups(r.transpose(1, 2), self.group_size, codes.shape[self._dim], self._dim) for r in (low, high)
+        )
+        return decode(codes, low, high, bits).flatten(2, 3)
+
+    def shrink(self, blocks: torch.Tensor, bits: int) -> torch.Tensor:
+        """Blocks of width `2 * bits` at width `bits`: uint8 [..., nbytes(2 * bits)] -> [..., nbytes(bits)].
+
+        Codes move by the equivalent right shift, (min, max) stay as they are. Leaving 16 bits is the one quantization.
+        """
+        if bits == 8:
+            return self.encode(blocks.view(self.dtype).unflatten(-1, (self.heads, self.tokens, self.dim)), bits)
+        codes = unpack(blocks[..., : self.code_bytes(2 * bits)].unflatten(-1, (self.heads, -1, self.dim)), 2 * bits,
+                       self.tokens, dim=-2)  # fmt: skip
+        codes = pack(equivalent_right_shift(codes, bits), bits, dim=-2)
+        return torch.cat([codes.flatten(-3), blocks[..., self.code_bytes(2 * bits) :]], dim=-1)
+
+    def restore(self, x: torch.Tensor, bits: int) -> torch.Tensor:
+        """Undo the transform on decoded data ([..., dim])."""
+        return x if bits == 16 or self.transform is None else self.transform.inverse(x)
+
+    @property
+    def _dim(self) -> int:
+        return -1 if self.axis == "token" else -2
+
+    def _fields(self, blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Views of the packed codes and of each group's minimum and maximum."""
+        n = self.code_bytes(bits)
+        ranges = blocks[..., n:].view(self.dtype).unflatten(-1, (2, self.heads, *self.groups))
+        return blocks[..., :n].unflatten(-1, (self.heads, -1, self.dim)), *ranges.unbind(-4)
+
+
+def _as_bytes(x: torch.Tensor, dims: int) -> torch.Tensor:
+    """The last `dims` dimensions of `x` as one run of bytes."""
+    return x.contiguous().flatten(-dims).view(torch.uint8)

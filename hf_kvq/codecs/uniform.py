@@ -1,0 +1,128 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Asymmetric uniform quantization whose widths nest: 16 -> 8 -> 4 -> 2 bits by exact integer shifts."""
+
+from __future__ import annotations
+
+import torch
+
+
+#: Widths a stored element can have; 16 is the code every narrower width is derived from.
+WIDTHS = (16, 8, 4, 2)
+
+# Beyond this magnitude (max - min) would leave float32; such extremes saturate instead of becoming inf.
+_LARGEST = 2.0**126
+
+
+def group_range(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Minimum and maximum of each group, in `x.dtype`, with `dim` kept at size 1.
+
+    Finite extremes saturate at 2**126; NaN and inf are kept, so that a broken group stays visibly broken.
+    """
+    low, high = torch.aminmax(x, dim=dim, keepdim=True)
+    if torch.finfo(x.dtype).max > _LARGEST:
+        low, high = (torch.where(r.isinf(), r, r.clamp(-_LARGEST, _LARGEST)) for r in (low, high))
+    return low, high
+
+
+def scale_of(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """Step between two neighbouring codes, `(max - min) / (2^bits - 1)`, float32.
+
+    Derived from (min, max) whenever it is needed: after a shrink `scale_b = (2^b + 1) * scale_2b` holds by itself.
+    """
+    return (high.float() - low.float()) / (2**bits - 1)
+
+
+def encode(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of `x` given its groups' ranges; int32, in `[0, 2^bits - 1]`.
+
+    The 16-bit code is formed first, in float32, and narrowed by integer arithmetic only. So the result does not
+    depend on the widths an element went through before (PM-KVQ, equivalent right shift).
+    """
+    codes = (x.float() - low.float()) / scale_of(low, high, 16)
+    # A constant group divides 0 by 0; what its code is does not matter, as its scale is 0.
+    codes = codes.nan_to_num(nan=0.0).round_().clamp_(0, 65535).to(torch.int32)
+    return narrow(codes, 16, bits)
+
+
+def decode(codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
+    """`min + code * scale`, float32. `low` and `high` broadcast against `codes`."""
+    return torch.addcmul(low.float(), codes.float(), scale_of(low, high, bits))
+
+
+def equivalent_right_shift(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Halve the width of codes: `2 * bits` -> `bits`, integers only (PM-KVQ, section 3.2).
+
+    Equals dequantizing and quantizing again with the same (min, max), for every code of every width.
+
+    Args:
+        codes: integer tensor with values in `[0, 2^(2 * bits) - 1]`.
+        bits: the width to reach, one of 8, 4, 2.
+
+    Returns:
+        int32 tensor with values in `[0, 2^bits - 1]`.
+    """
+    if bits not in (8, 4, 2):
+        raise ValueError(f"equivalent_right_shift reaches 8, 4 or 2 bits, got bits={bits!r}")
+    # For bits=8 the product needs 32 unsigned bits; the mask undoes the sign that int32 sees in the top one.
+    return (
+        (codes.to(torch.int32) + 2 ** (bits - 1))
+        .mul_(2 ** (2 * bits) - 2**bits + 1)
+        .bitwise_right_shift_(3 * bits)
+        .bitwise_and_(2**bits - 1)
+    )
+
+
+def narrow(codes: torch.Tensor, bits: int, target_bits: int) -> torch.Tensor:
+    """Codes of width `bits` brought to `target_bits` by repeated equivalent right shifts."""
+    while bits > target_bits:
+        bits //= 2
+        codes = equivalent_right_shift(codes, bits)
+    return codes
+
+
+def quantize(
+    x: torch.Tensor, bits: int, group_size: int = 128, dim: int = -1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quantize `x` in groups of `group_size` consecutive elements along `dim`; the last group may be shorter.
+
+    Args:
+        x: floating point tensor (float16, bfloat16 or float32).
+        bits: 16, 8, 4 or 2.
+        group_size: elements that share one (min, max) pair.
+        dim: the dimension that groups run along.
+
+    Returns:
+        `codes` (int32, the shape of `x`) and the groups' `low` and `high` (`x.dtype`, the shape of `x` with `dim`
+        of size `ceil(n / group_size)`). A constant group comes back exactly; finite input never gives NaN or inf.
+
+    Raises:
+        ValueError: `bits` or `group_size` is not a possible one.
+    """
+    _check(bits, group_size)
+    parts = [(chunk, *group_range(chunk, dim)) for chunk in x.split(group_size, dim=dim)]
+    codes = torch.cat([encode(chunk, low, high, bits) for chunk, low, high in parts], dim=dim)
+    return codes, torch.cat([low for _, low, _ in parts], dim=dim), torch.cat([high for *_, high in parts], dim=dim)
+
+
+def dequantize(
+    codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int, group_size: int = 128, dim: int = -1
+) -> torch.Tensor:
+    """Inverse of `quantize`: the values that the codes stand for, in the dtype of `low`."""
+    _check(bits, group_size)
+    n = codes.shape[dim]
+    low, high = (spread_groups(r, group_size, n, dim) for r in (low, high))
+    return decode(codes, low, high, bits).to(low.dtype)
+
+
+def spread_groups(per_group: torch.Tensor, group_size: int, n: int, dim: int) -> torch.Tensor:
+    """One entry per group -> one entry per element along `dim` (`n` elements); a view where one group covers all."""
+    if per_group.shape[dim] == 1:
+        return per_group
+    return per_group.repeat_interleave(group_size, dim=dim).narrow(dim, 0, n)
+
+
+def _check(bits: int, group_size: int) -> None:
+    if bits not in WIDTHS:
+        raise ValueError(f"bits must be one of {WIDTHS}, got {bits!r}")
+    if group_size < 1:
+        raise ValueError(f"group_size must be at least 1, got {group_size!r}")

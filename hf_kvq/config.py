@@ -1,0 +1,143 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""What a user can choose: frozen, validated, JSON-serializable."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from .codecs import WIDTHS
+
+
+KeyCodec = Literal["token", "channel"]
+TransformName = Literal["none", "hadamard"]
+Overflow = Literal["grow", "error"]
+Kernel = Literal["auto", "triton", "cpu", "torch"]
+
+#: Floor of the first and last `boundary_layers` layers.
+BOUNDARY_FBIT = 8
+
+
+@dataclass(frozen=True)
+class PMKVQConfig:
+    """Options of the progressive cache (PM-KVQ, arXiv 2505.18610).
+
+    Args:
+        fbit: final width of every layer, or one per layer: 16 (never quantized), 8, 4 or 2. The budget is what
+            `max_length` tokens take at this width.
+        max_length: tokens per request the budget is made for. `generate` knows it; without `generate` the default is
+            the model's `max_position_embeddings`.
+        budget_bytes: bytes per request for all layers together, instead of `fbit * max_length`.
+        initial_bits: width that the cache starts at; 16 means the model's own dtype, lossless.
+        sink_tokens: first tokens of each request, exact for ever.
+        window: most recent tokens of each request, exact. At least this many; tokens leave it in small blocks.
+        group_size: elements that share one (min, max): channels of a token, or tokens of a channel.
+        key_codec: "channel" (groups along the tokens of a key channel, best at equal bytes) or "token" (as in the
+            paper). Values are always quantized per token.
+        transform: "none", or "hadamard" to rotate the values of each head before quantization.
+        boundary_layers: keep so many first and last layers at 8 bits or more.
+        on_overflow: past the budget at `fbit`, "grow" (allocate more, warn once) or "error".
+        kernel: "auto", or the implementation that has to be used.
+
+    Raises:
+        ValueError, TypeError: an option has an impossible value; the message says what was expected.
+    """
+
+    fbit: int | tuple[int, ...] = 4
+    max_length: int | None = None
+    budget_bytes: int | None = None
+    initial_bits: int = 16
+    sink_tokens: int = 1
+    window: int = 128
+    group_size: int = 128
+    key_codec: KeyCodec = "channel"
+    transform: TransformName = "none"
+    boundary_layers: int = 0
+    on_overflow: Overflow = "grow"
+    kernel: Kernel = "auto"
+
+    def __post_init__(self):
+        if isinstance(self.fbit, list):
+            object.__setattr__(self, "fbit", tuple(self.fbit))
+        for bits in self.fbit if isinstance(self.fbit, tuple) else (self.fbit,):
+            _check_choice("fbit", bits, WIDTHS)
+        if self.fbit == ():
+            raise ValueError("fbit is an empty list; give one width for all layers, or one per layer")
+        _check_choice("initial_bits", self.initial_bits, WIDTHS)
+        _check_int("max_length", self.max_length, 1, optional=True)
+        _check_int("budget_bytes", self.budget_bytes, 1, optional=True)
+        _check_int("sink_tokens", self.sink_tokens, 0)
+        _check_int("window", self.window, 0)
+        _check_int("group_size", self.group_size, 1)
+        _check_int("boundary_layers", self.boundary_layers, 0)
+        _check_choice("key_codec", self.key_codec, get_args(KeyCodec))
+        _check_choice("transform", self.transform, get_args(TransformName))
+        _check_choice("on_overflow", self.on_overflow, get_args(Overflow))
+        _check_choice("kernel", self.kernel, get_args(Kernel))
+        if self.key_codec == "channel" and self.group_size % 16:
+            raise ValueError(
+                f"group_size must be a multiple of 16 with key_codec='channel', as it is the number of tokens that "
+                f"leave the window together; got {self.group_size}"
+            )
+
+    def layer_fbits(self, num_layers: int) -> tuple[int, ...]:
+        """Final width of each of `num_layers` layers.
+
+        Raises:
+            ValueError: `fbit` is a list of another length.
+        """
+        fbits = self.fbit if isinstance(self.fbit, tuple) else (self.fbit,) * num_layers
+        if len(fbits) != num_layers:
+            raise ValueError(
+                f"fbit lists {len(fbits)} layers, but the model has {num_layers}; give one width per layer"
+            )
+        is_boundary = [min(i, num_layers - 1 - i) < self.boundary_layers for i in range(num_layers)]
+        return tuple(max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_boundary))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` is the inverse."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> PMKVQConfig:
+        """Build from a dict, which is left as it is.
+
+        Raises:
+            ValueError: a key is unknown; the message names the nearest known one.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                raise ValueError(f"unknown option {key!r} for {cls.__name__}; {hint}")
+        return cls(**values)
+
+    @classmethod
+    def of(cls, value: PMKVQConfig | dict[str, Any] | None) -> PMKVQConfig:
+        """Accept what `cache_config=` accepts: an object of this class, a dict or nothing."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls.from_dict(value)
+        raise TypeError(f"expected a {cls.__name__} or a dict of its options, got {type(value).__name__}")
+
+
+def _check_choice(name: str, value: Any, allowed: tuple) -> None:
+    # `True in (1, 2)` holds in Python, and a float width is surely a mistake.
+    if value not in allowed or type(value) is not type(allowed[0]):
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}")
+
+
+def _check_int(name: str, value: Any, least: int, optional: bool = False) -> None:
+    if value is None and optional:
+        return
+    if type(value) is not int:
+        raise TypeError(f"{name} must be an integer; got {value!r}")
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}; got {value}")

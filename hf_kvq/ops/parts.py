@@ -1,0 +1,101 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""The pieces that attention runs over, without materializing them all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..codecs import BlockCodec
+
+
+class Part(Protocol):
+    """Some of the tokens that rows attend to.
+
+    `mask` broadcasts against [rows, query heads, queries, tokens]: bool (true = visible), additive, or None.
+    """
+
+    mask: torch.Tensor | None
+    heads: int
+    value_dim: int
+
+    def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """(start, stop, keys, values) of about `size` tokens at a time, [rows, heads, tokens, dim]."""
+
+    def restore(self, out: torch.Tensor) -> torch.Tensor:
+        """Attention output over this part's values -> the values' own space."""
+
+
+@dataclass(frozen=True)
+class ExactPart:
+    """Tokens in the model's dtype: keys [rows, heads, tokens, key_dim], values [rows, heads, tokens, value_dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    mask: torch.Tensor | None = None
+
+    @property
+    def heads(self) -> int:
+        return self.keys.shape[1]
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.shape[-1]
+
+    def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """(start, stop, keys, values) of up to `size` tokens at a time."""
+        tokens = self.keys.shape[2]
+        for start in range(0, tokens, size):
+            stop = min(start + size, tokens)
+            yield start, stop, self.keys[:, :, start:stop], self.values[:, :, start:stop]
+
+    def restore(self, out: torch.Tensor) -> torch.Tensor:
+        """Attention output of this part -> the values' own space."""
+        return out
+
+
+@dataclass(frozen=True)
+class PackedPart:
+    """Tokens in pages of packed codes: uint8 [rows, pages, page bytes], all at one width.
+
+    `short` gives the number of tokens of those pages that are not full.
+    """
+
+    pages: torch.Tensor
+    keys: BlockCodec
+    values: BlockCodec
+    bits: int
+    mask: torch.Tensor | None = None
+    short: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def heads(self) -> int:
+        return self.keys.heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.values.dim
+
+    def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
+        """(start, stop, keys, values) of about `size` tokens, whole pages, at a time."""
+        step = max(1, size // self.keys.tokens)
+        split = self.keys.nbytes(self.bits)
+        start = 0
+        for first in range(0, self.pages.shape[1], step):
+            pages = self.pages[:, first : first + step]
+            keys = self.keys.decode(pages[..., :split], self.bits)
+            values = self.values.decode(pages[..., split:], self.bits)
+            if self.short:
+                held = [self.short.get(first + i, self.keys.tokens) for i in range(pages.shape[1])]
+                keep = torch.cat([torch.arange(n) + i * self.keys.tokens for i, n in enumerate(held)])
+                keys, values = (x.index_select(2, keep.to(x.device)) for x in (keys, values))
+            stop = start + keys.shape[2]
+            yield start, stop, keys, values
+            start = stop
+
+    def restore(self, out: torch.Tensor) -> torch.Tensor:
+        """Attention output of this part -> the values' own space."""
+        return self.values.restore(out, self.bits)

@@ -1,0 +1,179 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Everything that touches transformers' internals: makes `cache_implementation="pmkvq"` known, and takes it back."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, masking_utils
+from transformers.generation import configuration_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from .cache import KVHandle, KVQCache, PMKVQCache
+
+
+#: Cache implementations by the name that `generate` knows them under.
+CACHES: dict[str, type[KVQCache]] = {"pmkvq": PMKVQCache}
+
+_OLDEST, _TOO_NEW = "5.17", "6"
+
+# Attention functions that we can stand in for; any other one gets dequantized keys and values.
+_ATTENDED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+# What those functions are given and we have no answer to; with one of them, they get dequantized keys and values too.
+_UNSUPPORTED = ("position_bias", "softcap", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
+
+_undo: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Make the caches available by name in `generate`, and let attention read packed codes. Idempotent.
+
+    Raises:
+        ImportError: this transformers version is not supported.
+    """
+    if _undo:
+        return
+    if not Version(_OLDEST) <= Version(Version(transformers.__version__).base_version) < Version(_TOO_NEW):
+        raise ImportError(
+            f"hf_kvq works with transformers >= {_OLDEST}, < {_TOO_NEW}, but {transformers.__version__} is installed; "
+            f"run: pip install 'transformers>={_OLDEST},<{_TOO_NEW}'"
+        )
+    names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
+    _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, *CACHES))
+    _replace(
+        GenerationMixin,
+        "_prepare_cache_for_generation",
+        _with_our_caches(GenerationMixin._prepare_cache_for_generation),
+    )
+    _replace(masking_utils, "_preprocess_mask_arguments", _with_padding(masking_utils._preprocess_mask_arguments))
+    for name, function in list(ALL_ATTENTION_FUNCTIONS._global_mapping.items()):
+        _replace_item(ALL_ATTENTION_FUNCTIONS._global_mapping, name, _with_handles(function, name in _ATTENDED))
+
+
+def unregister() -> None:
+    """Put transformers back as it was before `register`. Caches that exist already go on working, unfused."""
+    while _undo:
+        _undo.pop()()
+
+
+def cache_argument(model: torch.nn.Module) -> str:
+    """The keyword under which `model.forward` takes a cache; it was renamed within transformers 5."""
+    names = inspect.signature(model.forward).parameters
+    return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), "past_key_values")
+
+
+def _replace(owner: Any, name: str, value: Any) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    _undo.append(lambda: setattr(owner, name, original))
+
+
+def _replace_item(mapping: dict, name: str, value: Any) -> None:
+    original = mapping[name]
+    mapping[name] = value
+
+    def restore() -> None:
+        # Somebody may have registered another function since.
+        if mapping.get(name) is value:
+            mapping[name] = original
+
+    _undo.append(restore)
+
+
+def _with_our_caches(original: Callable) -> Callable:
+    """`GenerationMixin._prepare_cache_for_generation` that also knows our names."""
+
+    @functools.wraps(original)
+    def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
+        arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
+        name, options = _requested(generation_config)
+        if name is None or any(isinstance(value, Cache) for value in model_kwargs.values()):
+            return original(self, *arguments)
+        # The original decides whether there is a cache and under which keyword; then ours takes its place.
+        implementation, generation_config.cache_implementation = generation_config.cache_implementation, None
+        try:
+            original(self, *arguments)
+        finally:
+            generation_config.cache_implementation = implementation
+        for key, value in model_kwargs.items():
+            if isinstance(value, EncoderDecoderCache):
+                value.self_attention_cache = CACHES[name](self.config, options, max_length=max_cache_length)
+                return
+            if isinstance(value, DynamicCache):
+                model_kwargs[key] = CACHES[name](self.config, options, max_length=max_cache_length)
+                return
+        if generation_config.use_cache is not False:
+            raise ValueError(
+                f"{type(self).__name__} makes its own cache, so cache_implementation={name!r} cannot be used with it; "
+                "leave cache_implementation out"
+            )
+
+    return prepare_cache
+
+
+def _requested(generation_config: GenerationConfig) -> tuple[str | None, Any]:
+    """Which of our caches is asked for, by name or as a backend of "quantized", and its options."""
+    name, options = generation_config.cache_implementation, generation_config.cache_config
+    if name == "quantized" and isinstance(options, dict) and options.get("backend") in CACHES:
+        return options["backend"], {key: value for key, value in options.items() if key != "backend"}
+    return (name, options) if name in CACHES else (None, None)
+
+
+def _with_padding(original: Callable) -> Callable:
+    """`masking_utils._preprocess_mask_arguments` that tells our caches which columns are padding."""
+    signature = inspect.signature(original)
+    cache_name = next(name for name in ("cache", "past_key_values") if name in signature.parameters)
+
+    @functools.wraps(original)
+    def preprocess(*args, **kwargs):
+        given = signature.bind(*args, **kwargs).arguments
+        cache, mask = given.get(cache_name), given.get("attention_mask")
+        if isinstance(cache, EncoderDecoderCache):
+            cache = cache.self_attention_cache
+        if isinstance(cache, KVQCache) and isinstance(mask, torch.Tensor) and mask.ndim == 2:
+            cache.observe_padding(mask, given["inputs_embeds"].shape[1])
+        return original(*args, **kwargs)
+
+    return preprocess
+
+
+def _with_handles(original: Callable, attended: bool) -> Callable:
+    """An attention function that lets a cache layer attend over its packed codes, if it is handed such a layer."""
+
+    @functools.wraps(original)
+    def attention(module, query, key, value, attention_mask, *args, **kwargs):
+        if not isinstance(key, KVHandle):
+            return original(module, query, key, value, attention_mask, *args, **kwargs)
+        layer = key.layer
+        try:
+            if layer.prompt is not None:
+                return original(module, query, *layer.prompt, attention_mask, *args, **kwargs)
+            if not attended or args or not _supported(kwargs):
+                key, value = key.dequantize(), value.dequantize()
+                return original(module, query, key, value, attention_mask, *args, **kwargs)
+            key.check_current()
+            # A 2D mask only marks padding, which is not in the cache.
+            mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
+            scaling = kwargs.get("scaling")
+            is_causal = kwargs.get("is_causal")
+            out = layer.attend(
+                query,
+                mask,
+                query.shape[-1] ** -0.5 if scaling is None else scaling,
+                getattr(module, "is_causal", True) if is_causal is None else is_causal,
+            )
+            return out.transpose(1, 2).contiguous(), None
+        finally:
+            layer.settle()
+
+    return attention
+
+
+def _supported(kwargs: dict[str, Any]) -> bool:
+    return not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNSUPPORTED)

@@ -1,0 +1,21 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Transforms: what happens to K or V before the codec, and is undone on the query or the output."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from .hadamard import HadamardRotation
+
+
+__all__ = ["HadamardRotation", "Transform"]
+
+
+class Transform(Protocol):
+    """An invertible linear map of the channels of one head ([..., head_dim], computed in float32)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def inverse(self, x: torch.Tensor) -> torch.Tensor: ...
