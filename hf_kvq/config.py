@@ -6,22 +6,66 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 from .codecs import WIDTHS
 
+
+T = TypeVar("T", bound="Options")
 
 KeyCodec = Literal["token", "channel"]
 TransformName = Literal["none", "hadamard"]
 Overflow = Literal["grow", "error"]
 Kernel = Literal["auto", "triton", "cpu", "torch"]
 
+Importance = Literal["query", "none"]
+ImportanceWindow = Literal["all", "page"]
+Tau = float | tuple
+
 #: Floor of the first and last `boundary_layers` layers.
 BOUNDARY_FBIT = 8
 
+#: Average key bits of an uncalibrated MixKVQ run.
+DEFAULT_TARGET_BITS = 2.5
+
+
+class Options:
+    """Dict round trip and lenient construction, for the frozen dataclasses below."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` is the inverse."""
+        values = dataclasses.asdict(self)
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+
+    @classmethod
+    def from_dict(cls: type[T], values: dict[str, Any]) -> T:
+        """Build from a dict, which is left as it is.
+
+        Raises:
+            ValueError: a key is unknown; the message names the nearest known one.
+        """
+        known = [f.name for f in dataclasses.fields(cls)]
+        for key in values:
+            if key not in known:
+                near = difflib.get_close_matches(str(key), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
+                raise ValueError(f"unknown option {key!r} for {cls.__name__}; {hint}")
+        return cls(**values)
+
+    @classmethod
+    def of(cls: type[T], value: T | dict[str, Any] | None) -> T:
+        """Accept what `cache_config=` accepts: an object of this class, a dict or nothing."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, dict):
+            return cls.from_dict(value)
+        raise TypeError(f"expected a {cls.__name__} or a dict of its options, got {type(value).__name__}")
+
 
 @dataclass(frozen=True)
-class PMKVQConfig:
+class PMKVQConfig(Options):
     """Options of the progressive cache (PM-KVQ, arXiv 2505.18610).
 
     Args:
@@ -96,36 +140,120 @@ class PMKVQConfig:
         is_boundary = [min(i, num_layers - 1 - i) < self.boundary_layers for i in range(num_layers)]
         return tuple(max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_boundary))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` is the inverse."""
-        values = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> PMKVQConfig:
-        """Build from a dict, which is left as it is.
+@dataclass(frozen=True)
+class MixKVQConfig(Options):
+    """Options of the query-aware cache (MixKVQ, arXiv 2512.19206).
+
+    Args:
+        residual: tokens of a page; up to so many newest tokens are exact, and a full page is quantized at once.
+        group_size: tokens of a key channel, or channels of a value token, that share one (min, max).
+        sink_tokens: first tokens of each request, exact for ever.
+        value_bits: width of the values: 2, 4 or 8.
+        tau_bf16, tau_uint4: thresholds on a key channel's salience (mean |query| x quantization step) above which it
+            is kept at BF16, or else at UINT4: a number, one per layer, or one per layer and KV head. They do not
+            transfer between models.
+        target_bits: instead of thresholds, average bits of a key element that each head may spend on its channels,
+            2 to 16, (min, max) not counted. The default is 2.5, unless thresholds are given.
+        importance: "query", or "none" to rank channels by quantization difficulty alone.
+        importance_window: "all" queries up to a page's end count for it, or only those of the "page" itself.
+        kernel: "auto", or the implementation that has to be used.
+
+    Raises:
+        ValueError, TypeError: an option has an impossible value; the message says what was expected.
+    """
+
+    residual: int = 128
+    group_size: int = 32
+    sink_tokens: int = 32
+    value_bits: int = 2
+    tau_bf16: Tau | None = None
+    tau_uint4: Tau | None = None
+    target_bits: float | None = None
+    importance: Importance = "query"
+    importance_window: ImportanceWindow = "all"
+    kernel: Kernel = "auto"
+
+    def __post_init__(self):
+        _check_page(self.residual, self.group_size)
+        _check_int("sink_tokens", self.sink_tokens, 0)
+        _check_choice("value_bits", self.value_bits, (2, 4, 8))
+        _check_choice("importance", self.importance, get_args(Importance))
+        _check_choice("importance_window", self.importance_window, get_args(ImportanceWindow))
+        _check_choice("kernel", self.kernel, get_args(Kernel))
+        for name in ("tau_bf16", "tau_uint4"):
+            object.__setattr__(self, name, _tau(name, getattr(self, name)))
+        if (self.tau_bf16 is None) != (self.tau_uint4 is None):
+            raise ValueError("give both thresholds, tau_bf16 and tau_uint4, or neither")
+        if self.target_bits is None:
+            return
+        if isinstance(self.target_bits, bool) or not isinstance(self.target_bits, (int, float)):
+            raise TypeError(f"target_bits must be a number; got {self.target_bits!r}")
+        if not 2 <= self.target_bits <= 16:
+            raise ValueError(f"target_bits must be between 2 and 16; got {self.target_bits}")
+        if self.tau_bf16 is not None:
+            raise ValueError("give either target_bits or the thresholds tau_bf16 and tau_uint4, not both")
+
+    @property
+    def key_bits(self) -> float:
+        """Average bits of a key element where no thresholds are given."""
+        return DEFAULT_TARGET_BITS if self.target_bits is None else self.target_bits
+
+    def layer_tau(self, layer: int, num_layers: int) -> tuple | None:
+        """(tau_bf16, tau_uint4) of one layer, each a number or one per KV head; None to go by `key_bits`.
 
         Raises:
-            ValueError: a key is unknown; the message names the nearest known one.
+            ValueError: thresholds are given for another number of layers.
         """
-        known = [f.name for f in dataclasses.fields(cls)]
-        for key in values:
-            if key not in known:
-                near = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}"
-                raise ValueError(f"unknown option {key!r} for {cls.__name__}; {hint}")
-        return cls(**values)
+        if self.tau_bf16 is None:
+            return None
+        pair = []
+        for name in ("tau_bf16", "tau_uint4"):
+            tau = getattr(self, name)
+            if isinstance(tau, tuple) and len(tau) != num_layers:
+                raise ValueError(f"{name} lists {len(tau)} layers, but the model has {num_layers}")
+            pair.append(tau[layer] if isinstance(tau, tuple) else tau)
+        return tuple(pair)
 
-    @classmethod
-    def of(cls, value: PMKVQConfig | dict[str, Any] | None) -> PMKVQConfig:
-        """Accept what `cache_config=` accepts: an object of this class, a dict or nothing."""
-        if value is None:
-            return cls()
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, dict):
-            return cls.from_dict(value)
-        raise TypeError(f"expected a {cls.__name__} or a dict of its options, got {type(value).__name__}")
+
+@dataclass(frozen=True)
+class KIVIConfig(Options):
+    """Options of KIVI (arXiv 2402.02750): keys per channel and values per token at one width, no tiers, no schedule.
+
+    Args:
+        bits: width of keys and values: 2, 4 or 8.
+        residual, group_size, sink_tokens, kernel: as in `MixKVQConfig`; KIVI itself has no sinks.
+    """
+
+    bits: int = 2
+    residual: int = 128
+    group_size: int = 32
+    sink_tokens: int = 0
+    kernel: Kernel = "auto"
+
+    def __post_init__(self):
+        _check_choice("bits", self.bits, (2, 4, 8))
+        _check_page(self.residual, self.group_size)
+        _check_int("sink_tokens", self.sink_tokens, 0)
+        _check_choice("kernel", self.kernel, get_args(Kernel))
+
+
+def _check_page(residual: int, group_size: int) -> None:
+    _check_int("residual", residual, 1)
+    _check_int("group_size", group_size, 1)
+    if residual % 16:
+        raise ValueError(f"residual must be a multiple of 16; got {residual}")
+
+
+def _tau(name: str, value: Any) -> Tau | None:
+    """A threshold, lists of which become tuples; -inf and inf are fine, NaN is not."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_tau(name, item) for item in value)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise TypeError(f"{name} must be a number, one per layer, or one per layer and KV head; got {value!r}")
+    return float(value)
 
 
 def _check_choice(name: str, value: Any, allowed: tuple) -> None:

@@ -15,11 +15,11 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationCon
 from transformers.generation import configuration_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from .cache import KVHandle, KVQCache, PMKVQCache
+from .cache import KIVICache, KVHandle, KVQCache, MixKVQCache, PMKVQCache
 
 
 #: Cache implementations by the name that `generate` knows them under.
-CACHES: dict[str, type[KVQCache]] = {"pmkvq": PMKVQCache}
+CACHES: dict[str, type[KVQCache]] = {"pmkvq": PMKVQCache, "mixkvq": MixKVQCache, "kivi": KIVICache}
 
 _OLDEST, _TOO_NEW = "5.17", "6"
 
@@ -152,6 +152,7 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         layer = key.layer
         try:
+            layer.observe_query(query)
             if layer.prompt is not None:
                 return original(module, query, *layer.prompt, attention_mask, *args, **kwargs)
             if not attended or args or not _supported(kwargs):

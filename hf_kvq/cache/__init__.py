@@ -3,8 +3,9 @@
 
 from .base import KVQCache
 from .handle import KVHandle
+from .mixkvq import KIVICache, MixKVQCache
 from .pmkvq import PMKVQCache
 from .progressive import BudgetExceededError
 
 
-__all__ = ["BudgetExceededError", "KVHandle", "KVQCache", "PMKVQCache"]
+__all__ = ["BudgetExceededError", "KIVICache", "KVHandle", "KVQCache", "MixKVQCache", "PMKVQCache"]

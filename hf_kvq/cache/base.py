@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import torch
@@ -25,6 +26,18 @@ class KVQCache(Cache):
         super().__init__(layers=layers)
         self.padding = padding
         self.quantized_layers = [layer for layer in layers if isinstance(layer, KVQLayer)]
+
+    def __repr__(self) -> str:
+        widths = Counter(self.layer_bits())
+        layers = ", ".join(f"{n} at {bits} bits" for bits, n in sorted(widths.items(), reverse=True))
+        rows = len(self.quantized_layers[0].states)
+        if not rows:
+            return f"{type(self).__name__}(empty, {len(self.layers)} layers)"
+        return (
+            f"{type(self).__name__}({rows} x {self.get_seq_length()} tokens, {len(self.layers)} layers: {layers}; "
+            f"{self.nbytes() / 2**20:.2f} MiB held, {self.exact_nbytes() / 2**20:.2f} MiB in an ordinary cache, "
+            f"{self.true_bits():.2f} true bits)"
+        )
 
     # --- filling ---------------------------------------------------------------------------------------------------
 

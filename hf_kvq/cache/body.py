@@ -12,7 +12,7 @@ from .layout import LayerLayout
 _PAGES_AT_ONCE = 64
 
 
-class ProgressiveBody:
+class PagedBody:
     """Pages of every row, in `row_bytes` bytes per row that are allocated once (the arena).
 
     At width `bits` page `i` of a row lies at `i * page_bytes(bits)`. A narrower page never lies behind its wider
@@ -44,7 +44,8 @@ class ProgressiveBody:
         blocks = [x.unflatten(2, (-1, self.layout.page_tokens)).transpose(1, 2) for x in (keys, values)]
         for i in range(0, blocks[0].shape[1], _PAGES_AT_ONCE):
             k, v = (x[:, i : i + _PAGES_AT_ONCE] for x in blocks)
-            page = torch.cat([self.layout.keys.encode(k, bits), self.layout.values.encode(v, bits)], dim=-1)
+            key_bits, value_bits = self.layout.widths(bits)
+            page = torch.cat([self.layout.keys.encode(k, key_bits), self.layout.values.encode(v, value_bits)], dim=-1)
             slots[:, i : i + page.shape[1]] = page
 
     def narrow(self, rows: slice, count: int, bits: int, target_bits: int) -> None:
@@ -54,21 +55,17 @@ class ProgressiveBody:
             stop = min(i + _PAGES_AT_ONCE, count)
             page, width = source[:, i:stop], bits
             while width > target_bits:
-                keys, values = self.split(page, width)
-                width //= 2
+                split = self.layout.keys.nbytes(width)
+                keys, values, width = page[..., :split], page[..., split:], width // 2
                 page = torch.cat([self.layout.keys.shrink(keys, width), self.layout.values.shrink(values, width)], -1)
             target[:, i:stop] = page
-
-    def split(self, pages: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The keys' and the values' blocks of pages."""
-        n = self.layout.keys.nbytes(bits)
-        return pages[..., :n], pages[..., n:]
 
     def resize(self, row_bytes: int) -> None:
         """Give every row at least `row_bytes` bytes."""
         if row_bytes <= self.row_bytes:
             return
-        data = self.data.new_empty(self.data.shape[0], row_bytes)
+        with torch.inference_mode(False):
+            data = self.data.new_empty(self.data.shape[0], row_bytes)
         data[:, : self.row_bytes] = self.data
         self.data = data
 

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..ops import ExactPart, Part, attend
+from ..ops import ExactPart, PackedPart, Part, attend
 from .handle import KVHandle
 from .padding import Padding
 from .rows import RowState, runs
+
+
+_DEQUANTIZED_AT_ONCE = 4096
 
 
 class Body(Protocol):
@@ -66,15 +69,14 @@ class KVQLayer(CacheLayerMixin):
         """Pack [rows, heads, n * page_tokens, head_dim] behind the pages of rows of one state."""
 
     @abstractmethod
-    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> Part:
+    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
         """The packed tokens of rows of one state; `mask` covers just them."""
 
-    @abstractmethod
-    def _dequantize_body(self, rows: slice, state: RowState, value: bool) -> torch.Tensor:
-        """Packed keys or values of rows of one state, [rows, heads, tokens, head_dim]."""
-
-    def check_room(self, new_columns: int) -> None:
+    def check_room(self, new_columns: int) -> None:  # noqa: B027
         """Raise if `new_columns` more columns are not allowed; the default allows any number."""
+
+    def observe_query(self, query: torch.Tensor) -> None:  # noqa: B027
+        """See the queries of the pending columns, [batch, query heads, columns, head_dim], before they are stored."""
 
     # --- storing -------------------------------------------------------------------------------------------------
 
@@ -127,11 +129,14 @@ class KVQLayer(CacheLayerMixin):
         for rows in self._runs():
             new = self.padding.tokens(rows.start, start, self.columns)
             # Whatever graph made these tensors ends here.
-            tokens = (_pick(x[rows].detach(), new).to(s) for x, s in zip(pending, self.sink))
-            self.states[rows] = [self._store(rows, *tokens)] * (rows.stop - rows.start)
+            tokens = (pick(x[rows].detach(), new).to(s) for x, s in zip(pending, self.sink))
+            self.states[rows] = [self._store(rows, new, *tokens)] * (rows.stop - rows.start)
 
-    def _store(self, rows: slice, *new: torch.Tensor) -> RowState:
-        """Append keys and values [rows, heads, n, head_dim] to rows of one state; returns their new state."""
+    def _store(self, rows: slice, index: slice | torch.Tensor, *new: torch.Tensor) -> RowState:
+        """Append keys and values [rows, heads, n, head_dim] to rows of one state; returns their new state.
+
+        `index` tells which of the pending columns these tokens are.
+        """
         state, count = self.states[rows.start], new[0].shape[2]
         self._make_room(state.tokens(self.page_tokens) + count)
 
@@ -187,10 +192,10 @@ class KVQLayer(CacheLayerMixin):
         state = self.states[rows.start]
         tokens = self.padding.tokens(rows.start, 0, self.columns)
         if mask is not None:
-            mask = _pick(mask[..., : self.columns], tokens, dim=-1)
+            mask = pick(mask[..., : self.columns], tokens, dim=-1)
         elif is_causal and queries > 1:
             column = torch.arange(self.columns, device=self.device)
-            mask = (_pick(column, tokens, dim=0) <= column[self.columns - queries :, None])[None, None]
+            mask = (pick(column, tokens, dim=0) <= column[self.columns - queries :, None])[None, None]
         sink, packed = state.sink, state.body(self.page_tokens)
         exact_mask = packed_mask = None
         if mask is not None:
@@ -211,7 +216,7 @@ class KVQLayer(CacheLayerMixin):
         if self._pending is None:
             return recent
         new = self.padding.tokens(rows.start, self._pending_start, self.columns)
-        return [torch.cat([r, _pick(x[rows], new).to(r)], dim=2) for r, x in zip(recent, self._pending)]
+        return [torch.cat([r, pick(x[rows], new).to(r)], dim=2) for r, x in zip(recent, self._pending)]
 
     def dequantize(self, value: bool) -> torch.Tensor:
         """All keys or values as attention sees them, [batch, heads, columns, head_dim]; padding columns are zero."""
@@ -222,7 +227,9 @@ class KVQLayer(CacheLayerMixin):
             state = self.states[rows.start]
             pieces = [self._exact_sink(rows)[value], self._exact_recent(rows)[value]]
             if state.pages:
-                pieces.insert(1, self._dequantize_body(rows, state, value).to(out.dtype))
+                part = self._packed_part(rows, state, None)
+                packed = torch.cat([block[2 + value] for block in part.blocks(_DEQUANTIZED_AT_ONCE)], dim=2)
+                pieces.insert(1, (part.restore(packed) if value else packed).to(out.dtype))
             out[rows, :, self.padding.tokens(rows.start, 0, self.columns)] = torch.cat(pieces, dim=2)
         return out
 
@@ -355,7 +362,7 @@ def count_tokens(padding: Padding, row: int, start: int, stop: int) -> int:
     return stop - start - sum(max(0, min(high, stop) - max(low, start)) for low, high in padding.of(row))
 
 
-def _pick(x: torch.Tensor, index: slice | torch.Tensor, dim: int = 2) -> torch.Tensor:
+def pick(x: torch.Tensor, index: slice | torch.Tensor, dim: int = 2) -> torch.Tensor:
     """`x` at `index` along `dim`; a view where the index is a slice."""
     if isinstance(index, slice):
         start, stop, _ = index.indices(x.shape[dim])

@@ -37,7 +37,8 @@ class LayerLayout:
     """Sizes of one layer of one request: exact sink, body in pages of `page_tokens`, exact recent tokens.
 
     A page is the keys' block followed by the values' block. The body takes whole pages; the recent part holds the
-    window and up to `page_tokens - 1` tokens that wait for their page to fill.
+    window and up to `page_tokens - 1` tokens that wait for their page to fill. `value_bits` fixes the values' width
+    whatever the page's.
     """
 
     shape: LayerShape
@@ -45,6 +46,7 @@ class LayerLayout:
     window: int
     keys: BlockCodec
     values: BlockCodec
+    value_bits: int | None = None
 
     @classmethod
     def of(cls, config: PMKVQConfig, shape: LayerShape) -> LayerLayout:
@@ -63,8 +65,13 @@ class LayerLayout:
     def page_tokens(self) -> int:
         return self.keys.tokens
 
+    def widths(self, bits: int) -> tuple[int, int]:
+        """Bits of the keys and of the values of a page of width `bits`."""
+        return bits, self.value_bits or bits
+
     def page_bytes(self, bits: int) -> int:
-        return self.keys.nbytes(bits) + self.values.nbytes(bits)
+        key_bits, value_bits = self.widths(bits)
+        return self.keys.nbytes(key_bits) + self.values.nbytes(value_bits)
 
     def split(self, length: int) -> tuple[int, int, int]:
         """Sink tokens, body pages and room for recent tokens that a request of up to `length` tokens needs."""

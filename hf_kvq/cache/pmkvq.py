@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -55,15 +54,3 @@ class PMKVQCache(KVQCache):
         for i in full_attention:
             layers[i] = ProgressiveLayer(config, fbits[i], quantized_fbits, max_length, padding)
         super().__init__(layers, padding)
-
-    def __repr__(self) -> str:
-        widths = Counter(self.layer_bits())
-        layers = ", ".join(f"{n} at {bits} bits" for bits, n in sorted(widths.items(), reverse=True))
-        rows = len(self.quantized_layers[0].states)
-        if not rows:
-            return f"{type(self).__name__}(empty, {len(self.layers)} layers)"
-        return (
-            f"{type(self).__name__}({rows} x {self.get_seq_length()} tokens, {len(self.layers)} layers: {layers}; "
-            f"{self.nbytes() / 2**20:.2f} MiB held, {self.exact_nbytes() / 2**20:.2f} MiB in an ordinary cache, "
-            f"{self.true_bits():.2f} true bits)"
-        )

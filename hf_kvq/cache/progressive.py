@@ -10,7 +10,7 @@ from transformers.utils import logging
 
 from ..config import PMKVQConfig
 from ..ops import PackedPart, require_kernel
-from .body import ProgressiveBody
+from .body import PagedBody
 from .layer import KVQLayer, count_tokens
 from .layout import LayerLayout, LayerShape, length_for_budget
 from .padding import Padding
@@ -65,7 +65,7 @@ class ProgressiveLayer(KVQLayer):
         self.page_tokens = self.layout.page_tokens
         sink, pages, recent = self.layout.split(self.max_length)
         batch = keys.shape[0]
-        self.body = ProgressiveBody(self.layout, pages * self.layout.page_bytes(self.fbit), batch, keys.device)
+        self.body = PagedBody(self.layout, pages * self.layout.page_bytes(self.fbit), batch, keys.device)
         self.sink, self.recent = (self._exact((keys, values), batch, n) for n in (sink, recent))
 
     def check_room(self, new_columns: int) -> None:
@@ -112,10 +112,6 @@ class ProgressiveLayer(KVQLayer):
 
     def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
         pages = self.body.pages(rows, state.bits)[:, : state.pages]
-        return PackedPart(pages, self.layout.keys, self.layout.values, state.bits, mask, state.short)
-
-    def _dequantize_body(self, rows: slice, state: RowState, value: bool) -> torch.Tensor:
-        part = self._packed_part(rows, state, None)
-        codec = self.layout.values if value else self.layout.keys
-        blocks = [block[2 + value] for block in part.blocks(1024)]
-        return codec.restore(torch.cat(blocks, dim=2), state.bits)
+        return PackedPart(
+            pages, self.layout.keys, self.layout.values, self.layout.widths(state.bits), mask, state.short
+        )

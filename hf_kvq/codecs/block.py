@@ -77,7 +77,7 @@ class BlockCodec:
         if bits == 16:
             x = blocks.view(self.dtype).unflatten(-1, (self.heads, self.tokens, self.dim))
             return x.transpose(1, 2).flatten(2, 3)
-        codes, low, high = self._fields(blocks, bits)
+        codes, low, high = self.fields(blocks, bits)
         # Sorting the few packed bytes by head is cheaper than sorting what they unpack to.
         codes = unpack(codes.transpose(1, 2).contiguous(), bits, self.tokens, dim=-2)
         low, high = (
@@ -105,7 +105,7 @@ class BlockCodec:
     def _dim(self) -> int:
         return -1 if self.axis == "token" else -2
 
-    def _fields(self, blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def fields(self, blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Views of the packed codes and of each group's minimum and maximum."""
         n = self.code_bytes(bits)
         ranges = blocks[..., n:].view(self.dtype).unflatten(-1, (2, self.heads, *self.groups))

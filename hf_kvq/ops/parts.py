@@ -61,13 +61,13 @@ class ExactPart:
 class PackedPart:
     """Tokens in pages of packed codes: uint8 [rows, pages, page bytes], all at one width.
 
-    `short` gives the number of tokens of those pages that are not full.
+    `bits` are the keys' and the values' widths. `short` gives the tokens of those pages that are not full.
     """
 
     pages: torch.Tensor
     keys: BlockCodec
     values: BlockCodec
-    bits: int
+    bits: tuple[int, int]
     mask: torch.Tensor | None = None
     short: dict[int, int] = field(default_factory=dict)
 
@@ -82,20 +82,30 @@ class PackedPart:
     def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """(start, stop, keys, values) of about `size` tokens, whole pages, at a time."""
         step = max(1, size // self.keys.tokens)
-        split = self.keys.nbytes(self.bits)
         start = 0
         for first in range(0, self.pages.shape[1], step):
-            pages = self.pages[:, first : first + step]
-            keys = self.keys.decode(pages[..., :split], self.bits)
-            values = self.values.decode(pages[..., split:], self.bits)
+            last = min(first + step, self.pages.shape[1])
+            keys, values = self.decode_keys(first, last), self.decode_values(first, last)
             if self.short:
-                held = [self.short.get(first + i, self.keys.tokens) for i in range(pages.shape[1])]
+                held = [self.short.get(page, self.keys.tokens) for page in range(first, last)]
                 keep = torch.cat([torch.arange(n) + i * self.keys.tokens for i, n in enumerate(held)])
                 keys, values = (x.index_select(2, keep.to(x.device)) for x in (keys, values))
             stop = start + keys.shape[2]
             yield start, stop, keys, values
             start = stop
 
+    def decode_keys(self, first: int, last: int) -> torch.Tensor:
+        """Keys of the pages `[first, last)`, [rows, heads, tokens, dim]."""
+        return self.keys.decode(self.pages[:, first:last, : self._split], self.bits[0])
+
+    def decode_values(self, first: int, last: int) -> torch.Tensor:
+        """Values of the pages `[first, last)`, [rows, heads, tokens, dim], still transformed."""
+        return self.values.decode(self.pages[:, first:last, self._split :], self.bits[1])
+
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """Attention output of this part -> the values' own space."""
-        return self.values.restore(out, self.bits)
+        return self.values.restore(out, self.bits[1])
+
+    @property
+    def _split(self) -> int:
+        return self.keys.nbytes(self.bits[0])

@@ -1,0 +1,80 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""A layer whose body has one width from the start and grows with the tokens: KIVI, and the base of MixKVQ."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from ..codecs import BlockCodec
+from ..ops import PackedPart, require_kernel
+from .body import PagedBody
+from .layer import KVQLayer
+from .layout import LayerLayout, LayerShape
+from .padding import Padding
+from .rows import RowState
+
+
+class FixedLayer(KVQLayer):
+    """Keys per channel, values per token; every `residual` tokens a page is packed and never touched again.
+
+    Args:
+        key_bits, value_bits: widths of the body.
+        residual: tokens of a page; up to so many newest tokens are exact, and right after a page is packed none.
+        group_size: tokens of a key channel, or channels of a value token, that share one (min, max).
+        sink_tokens: first tokens of each row, kept exact.
+        kernel: implementation of attention.
+        padding: the padding columns of the batch, shared by the layers of a cache.
+    """
+
+    def __init__(
+        self,
+        key_bits: int,
+        value_bits: int,
+        residual: int,
+        group_size: int,
+        sink_tokens: int,
+        kernel: str,
+        padding: Padding | None = None,
+    ):
+        self.key_bits, self.value_bits = key_bits, value_bits
+        self.page_tokens, self.group_size = residual, group_size
+        padding = padding if padding is not None else Padding()
+        super().__init__(padding, require_kernel(kernel), sink_tokens, window=0, initial_bits=key_bits)
+
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
+        codecs = (
+            BlockCodec(shape.heads, self.page_tokens, shape.key_dim, keys.dtype, "channel", self.group_size),
+            BlockCodec(shape.heads, self.page_tokens, shape.value_dim, values.dtype, "token", self.group_size),
+        )
+        self.layout = LayerLayout(shape, self.sink_tokens, 0, *codecs, value_bits=self.value_bits)
+        batch = keys.shape[0]
+        self.body = self._make_body(batch)
+        self.sink = self._exact((keys, values), batch, self.sink_tokens)
+        self.recent = self._exact((keys, values), batch, self.page_tokens - 1)
+
+    def _make_body(self, batch: int) -> PagedBody:
+        return PagedBody(self.layout, 0, batch, self.device)
+
+    def _make_room(self, tokens: int) -> None:
+        """Nothing to do: the exact parts have their final size, and the body grows with its pages."""
+
+    def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
+        pages = state.pages + keys.shape[2] // self.page_tokens
+        self._reserve(pages)
+        self.body.write(rows, state.pages, self.key_bits, keys, values)
+        return dataclasses.replace(state, pages=pages)
+
+    def _reserve(self, pages: int) -> None:
+        """Room for `pages` pages per row; a quarter more when more is needed, so that copies stay rare."""
+        size = self.layout.page_bytes(self.key_bits)
+        held = self.body.row_bytes // size
+        if pages > held:
+            self.body.resize(max(pages, held * 5 // 4) * size)
+
+    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
+        pages = self.body.pages(rows, self.key_bits)[:, : state.pages]
+        bits = self.layout.widths(self.key_bits)
+        return PackedPart(pages, self.layout.keys, self.layout.values, bits, mask, state.short)

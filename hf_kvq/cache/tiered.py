@@ -1,0 +1,179 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""MixKVQ for one layer: key channels at BF16, UINT4 or UINT2 by query magnitude x difficulty (arXiv 2512.19206)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import torch
+from transformers.utils import logging
+
+from ..codecs.tiered import TieredKeyCodec, tiers_by_target, tiers_by_threshold
+from ..config import MixKVQConfig
+from ..ops import PackedPart
+from .fixed import FixedLayer
+from .layer import pick
+from .padding import Padding
+from .rows import RowState
+from .tiered_body import Records, TieredBody
+
+
+logger = logging.get_logger(__name__)
+
+# Query magnitudes are summed in fixed point: integer sums do not depend on the order, so neither on how the tokens
+# were cut into calls nor on the batch. Magnitudes saturate at 2^20, which leaves room for 2^23 tokens.
+_FRACTION_BITS, _LARGEST = 20, 2.0**20
+
+
+class TieredLayer(FixedLayer):
+    """Keys per channel in three tiers, values per token; a packed page is never touched again.
+
+    The importance of a channel for a page is the mean magnitude of the queries of all tokens up to the page's end, so
+    the tiers are the same however the tokens arrive.
+
+    Args:
+        config: the cache's options.
+        tau: (tau_bf16, tau_uint4) of this layer, each a number or one per KV head; None to go by `target_bits`.
+        padding: the padding columns of the batch, shared by the layers of a cache.
+    """
+
+    def __init__(self, config: MixKVQConfig, tau: tuple | None, padding: Padding | None = None):
+        self.config, self.tau = config, tau
+        super().__init__(
+            2, config.value_bits, config.residual, config.group_size, config.sink_tokens, config.kernel, padding
+        )
+
+    def reset(self) -> None:
+        super().reset()
+        #: Sum of |query| over the queries seen, fixed point int64 [batch, heads, dim], and their number, per row.
+        self.query_sum: torch.Tensor | None = None
+        self.query_count: list[int] = []
+        self._query: torch.Tensor | None = None
+
+    def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super()._allocate(keys, values)
+        batch, heads, _, dim = keys.shape
+        self.query_sum = torch.zeros(batch, heads, dim, dtype=torch.int64, device=self.device)
+        self.query_count = [0] * batch
+
+    def _make_body(self, batch: int) -> TieredBody:
+        shape = self.layout.shape
+        codec = TieredKeyCodec(shape.heads, self.page_tokens, shape.key_dim, shape.dtype, self.group_size)
+        return TieredBody(self.layout, codec, batch, self.device)
+
+    # --- which channels matter -----------------------------------------------------------------------------------
+
+    def observe_query(self, query: torch.Tensor) -> None:
+        if self.config.importance == "query" and self._pending is not None:
+            self._query = query.detach()
+
+    def settle(self) -> None:
+        if self._pending is None:
+            return
+        if self._query is None and self.config.importance == "query":
+            logger.warning_once(
+                "this attention implementation does not show its queries to the cache, so mixkvq ranks key channels "
+                "by quantization difficulty alone. Use attn_implementation='sdpa' for query-aware ranking."
+            )
+        super().settle()
+        self._query = None
+
+    def _store(self, rows: slice, index: slice | torch.Tensor, *new: torch.Tensor) -> RowState:
+        self._coming = self._magnitudes(rows, index)
+        self._stored = self.states[rows.start].tokens(self.page_tokens)
+        state = super()._store(rows, index, *new)
+        self._count_queries(rows, self._stored + new[0].shape[2])
+        return state
+
+    def _magnitudes(self, rows: slice, index: slice | torch.Tensor) -> torch.Tensor | None:
+        """Mean over the query heads of a KV head of |query|, fixed point int64 [rows, heads, tokens, dim]."""
+        if self._query is None:
+            return None
+        query = pick(self._query[rows], index).unflatten(1, (self.query_sum.shape[1], -1))
+        sizes = query.abs().double().nan_to_num(0.0).clamp_(max=_LARGEST) * 2**_FRACTION_BITS
+        return sizes.round_().to(torch.int64).sum(2) // query.shape[2]
+
+    def _count_queries(self, rows: slice, tokens: int) -> None:
+        """Take the coming queries into the statistics, up to the one that makes the row `tokens` long."""
+        count = max(0, tokens - self._stored)
+        if self._coming is None or not count:
+            return
+        self.query_sum[rows] += self._coming[:, :, :count].sum(2)
+        self._coming = self._coming[:, :, count:]
+        self._stored += count
+        for row in range(rows.start, rows.stop):
+            self.query_count[row] += count
+
+    def _importance(self, rows: slice) -> torch.Tensor:
+        """`I_d`, the mean |query| of each key channel, float64 [rows, heads, dim]; ones where no query was seen."""
+        count = torch.tensor(self.query_count[rows], dtype=torch.float64, device=self.device)[:, None, None]
+        mean = self.query_sum[rows] / (2**_FRACTION_BITS * count)
+        return torch.where(count == 0, 1.0, mean)
+
+    def _tiers(self, rows: slice, keys: torch.Tensor, state: RowState) -> torch.Tensor:
+        """Tiers, int64 [rows, pages, heads, dim], of coming pages [rows, pages, heads, page_tokens, dim]."""
+        importance, tokens = [], state.tokens(self.page_tokens)
+        for _ in range(keys.shape[1]):
+            tokens += self.page_tokens
+            self._count_queries(rows, tokens)
+            importance.append(self._importance(rows))
+            if self.config.importance_window == "page" and self._coming is not None:
+                self.query_sum[rows] = 0
+                self.query_count[rows] = [0] * (rows.stop - rows.start)
+        salience = torch.stack(importance, dim=1) * self.body.codec.sensitivity(keys)
+        if self.tau is None:
+            return tiers_by_target(salience, self.config.key_bits)
+        heads = (torch.tensor(t, dtype=torch.float64, device=self.device).reshape(-1, 1) for t in self.tau)
+        return tiers_by_threshold(salience, *heads)
+
+    # --- pages ---------------------------------------------------------------------------------------------------
+
+    def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
+        keys, values = (x.unflatten(2, (-1, self.page_tokens)).transpose(1, 2) for x in (keys, values))
+        pages = state.pages + keys.shape[1]
+        self._reserve(pages)
+        self.body.write_tiered(rows, state.pages, keys, values, self._tiers(rows, keys, state))
+        return dataclasses.replace(state, pages=pages)
+
+    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
+        part = super()._packed_part(rows, state, mask)
+        return TieredPart(**vars(part), codec=self.body.codec, records=self.body.records[rows])
+
+    def nbytes(self) -> int:
+        return super().nbytes() + (self.query_sum.nbytes if self.is_initialized else 0)
+
+    def tier_counts(self) -> torch.Tensor:
+        """UINT2, UINT4 and BF16 channels over all pages, rows and heads, [3]."""
+        self.settle()
+        counts = torch.zeros(3, dtype=torch.int64)
+        for row, state in enumerate(self.states):
+            used = self.body.records[row].counts(state.pages).long().cpu()
+            uint4, bf16 = used.sum((0, 1)).tolist()
+            counts += torch.tensor(
+                [used.shape[0] * used.shape[1] * self.layout.shape.key_dim - uint4 - bf16, uint4, bf16]
+            )
+        return counts
+
+    def summary(self) -> dict:
+        return {**super().summary(), "channels": dict(zip(("uint2", "uint4", "bf16"), self.tier_counts().tolist()))}
+
+    def _select(self, indices: torch.Tensor) -> None:
+        if self.is_initialized:
+            self.settle()
+            self.query_sum = self.query_sum.index_select(0, indices.to(self.device))
+            self.query_count = [self.query_count[i] for i in indices.tolist()]
+        super()._select(indices)
+
+
+@dataclass(frozen=True)
+class TieredPart(PackedPart):
+    """Pages whose keys have a regular part and, row by row, records of the channels with more bits."""
+
+    codec: TieredKeyCodec = None
+    records: list[Records] = field(default_factory=list)
+
+    def decode_keys(self, first: int, last: int) -> torch.Tensor:
+        dense = self.pages[:, first:last, : self._split]
+        rows = [self.codec.decode(r.read(first, last, dense[i])) for i, r in enumerate(self.records)]
+        return torch.stack(rows).transpose(1, 2).flatten(2, 3)

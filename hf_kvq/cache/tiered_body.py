@@ -1,0 +1,105 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""The packed body of a MixKVQ layer: regular pages, and a few records more for the channels with more bits."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+
+import torch
+
+from ..codecs.tiered import TieredBlock, TieredKeyCodec
+from .body import PagedBody
+from .layout import LayerLayout
+
+
+_RECORDS = ("low", "low_channel", "exact", "exact_channel")
+
+
+@dataclass
+class Records:
+    """What one row's pages have beyond the regular part, in buffers that grow by half when they are full."""
+
+    buffers: dict[str, torch.Tensor]
+    #: Number of UINT4 and of BF16 records before each page, and behind the last one.
+    before: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])
+
+    @classmethod
+    def empty(cls, codec: TieredKeyCodec, device: torch.device) -> Records:
+        def buffer(*shape: int, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+            return torch.empty(0, *shape, dtype=dtype, device=device)
+
+        return cls(
+            {
+                "counts": buffer(codec.heads, 2, dtype=torch.int16),
+                "low": buffer(codec.low_bytes),
+                "low_channel": buffer(),
+                "exact": buffer(codec.tokens, dtype=codec.dtype),
+                "exact_channel": buffer(),
+            }
+        )
+
+    def write(self, first: int, block: TieredBlock) -> None:
+        """Put the records of pages `first`, `first + 1`, ... behind those of the pages before; what was there goes."""
+        del self.before[first + 1 :]
+        low, exact = self.before[first]
+        self._put("counts", first, block.counts)
+        for name, start in zip(_RECORDS, (low, low, exact, exact)):
+            self._put(name, start, getattr(block, name))
+        for page_low, page_exact in block.counts.sum(1).tolist():
+            low, exact = low + page_low, exact + page_exact
+            self.before.append((low, exact))
+
+    def read(self, first: int, last: int, dense: torch.Tensor) -> TieredBlock:
+        """Pages `[first, last)`, whose regular part is `dense`; all views."""
+        (low, exact), (low_end, exact_end) = self.before[first], self.before[last]
+        spans = {"low": (low, low_end), "exact": (exact, exact_end)}
+        records = {name: self.buffers[name][slice(*spans[name.split("_")[0]])] for name in _RECORDS}
+        return TieredBlock(dense, self.buffers["counts"][first:last], **records)
+
+    def counts(self, pages: int) -> torch.Tensor:
+        """int16 [pages, heads, 2], see `TieredBlock`."""
+        return self.buffers["counts"][:pages]
+
+    def nbytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers.values())
+
+    def _put(self, name: str, start: int, new: torch.Tensor) -> None:
+        buffer, stop = self.buffers[name], start + len(new)
+        if stop > len(buffer):
+            with torch.inference_mode(False):
+                grown = buffer.new_empty(max(stop, start + start // 2), *buffer.shape[1:])
+            grown[:start] = buffer[:start]
+            self.buffers[name] = buffer = grown
+        buffer[start:stop] = new
+
+
+class TieredBody(PagedBody):
+    """Pages of every row: the dense keys and the values in one allocation, each row's records beside."""
+
+    def __init__(self, layout: LayerLayout, codec: TieredKeyCodec, batch: int, device: torch.device):
+        super().__init__(layout, 0, batch, device)
+        self.codec = codec
+        self.records = [Records.empty(codec, device) for _ in range(batch)]
+
+    def write_tiered(
+        self, rows: slice, first: int, keys: torch.Tensor, values: torch.Tensor, tiers: torch.Tensor
+    ) -> None:
+        """Encode [rows, pages, heads, page_tokens, dim] into the pages from `first` on.
+
+        `tiers` has the tier of each channel, [rows, pages, heads, dim].
+        """
+        slots = self.pages(rows, 2)[:, first : first + keys.shape[1]]
+        split = self.layout.keys.nbytes(2)
+        slots[..., split:] = self.layout.values.encode(values, self.layout.widths(2)[1])
+        for i, row in enumerate(range(rows.start, rows.stop)):
+            block = self.codec.encode(keys[i], tiers[i])
+            slots[i, :, :split] = block.dense
+            self.records[row].write(first, block)
+
+    def nbytes(self) -> int:
+        return super().nbytes() + sum(records.nbytes() for records in self.records)
+
+    def select(self, indices: torch.Tensor) -> None:
+        super().select(indices)
+        self.records = [copy.deepcopy(self.records[i]) for i in indices.tolist()]
