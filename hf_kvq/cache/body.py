@@ -8,8 +8,8 @@ import torch
 from .layout import LayerLayout
 
 
-# Pages converted at once; bounds the working memory of a shrink and of a long prompt.
-_PAGES_AT_ONCE = 64
+# Tokens converted at once; bounds the working memory of a shrink and of a long prompt.
+_TOKENS_AT_ONCE = 2048
 
 
 class PagedBody:
@@ -32,6 +32,10 @@ class PagedBody:
         """Bytes of all rows."""
         return self.data.nbytes
 
+    @property
+    def _step(self) -> int:
+        return max(1, _TOKENS_AT_ONCE // self.layout.page_tokens)
+
     def pages(self, rows: slice, bits: int) -> torch.Tensor:
         """View of all page slots of `rows` at `bits`: uint8 [rows, capacity, page_bytes(bits)]."""
         size = self.layout.page_bytes(bits)
@@ -42,8 +46,8 @@ class PagedBody:
         """Encode [rows, heads, n * page_tokens, dim] into the pages from `first` on."""
         slots = self.pages(rows, bits)[:, first:]
         blocks = [x.unflatten(2, (-1, self.layout.page_tokens)).transpose(1, 2) for x in (keys, values)]
-        for i in range(0, blocks[0].shape[1], _PAGES_AT_ONCE):
-            k, v = (x[:, i : i + _PAGES_AT_ONCE] for x in blocks)
+        for i in range(0, blocks[0].shape[1], self._step):
+            k, v = (x[:, i : i + self._step] for x in blocks)
             key_bits, value_bits = self.layout.widths(bits)
             page = torch.cat([self.layout.keys.encode(k, key_bits), self.layout.values.encode(v, value_bits)], dim=-1)
             slots[:, i : i + page.shape[1]] = page
@@ -51,8 +55,8 @@ class PagedBody:
     def narrow(self, rows: slice, count: int, bits: int, target_bits: int) -> None:
         """Bring the first `count` pages of `rows` from `bits` to `target_bits`, in place."""
         source, target = self.pages(rows, bits), self.pages(rows, target_bits)
-        for i in range(0, count, _PAGES_AT_ONCE):
-            stop = min(i + _PAGES_AT_ONCE, count)
+        for i in range(0, count, self._step):
+            stop = min(i + self._step, count)
             page, width = source[:, i:stop], bits
             while width > target_bits:
                 split = self.layout.keys.nbytes(width)

@@ -80,26 +80,19 @@ class TieredLayer(FixedLayer):
         self._query = None
 
     def _store(self, rows: slice, index: slice | torch.Tensor, *new: torch.Tensor) -> RowState:
-        self._coming = self._magnitudes(rows, index)
+        self._coming = None if self._query is None else pick(self._query[rows], index)
         self._stored = self.states[rows.start].tokens(self.page_tokens)
         state = super()._store(rows, index, *new)
         self._count_queries(rows, self._stored + new[0].shape[2])
+        self._coming = None
         return state
-
-    def _magnitudes(self, rows: slice, index: slice | torch.Tensor) -> torch.Tensor | None:
-        """Mean over the query heads of a KV head of |query|, fixed point int64 [rows, heads, tokens, dim]."""
-        if self._query is None:
-            return None
-        query = pick(self._query[rows], index).unflatten(1, (self.query_sum.shape[1], -1))
-        sizes = query.abs().double().nan_to_num(0.0).clamp_(max=_LARGEST) * 2**_FRACTION_BITS
-        return sizes.round_().to(torch.int64).sum(2) // query.shape[2]
 
     def _count_queries(self, rows: slice, tokens: int) -> None:
         """Take the coming queries into the statistics, up to the one that makes the row `tokens` long."""
         count = max(0, tokens - self._stored)
         if self._coming is None or not count:
             return
-        self.query_sum[rows] += self._coming[:, :, :count].sum(2)
+        self.query_sum[rows] += _magnitudes(self._coming[:, :, :count], self.query_sum.shape[1])
         self._coming = self._coming[:, :, count:]
         self._stored += count
         for row in range(rows.start, rows.stop):
@@ -112,16 +105,12 @@ class TieredLayer(FixedLayer):
         return torch.where(count == 0, 1.0, mean)
 
     def _tiers(self, rows: slice, keys: torch.Tensor, state: RowState) -> torch.Tensor:
-        """Tiers, int64 [rows, pages, heads, dim], of coming pages [rows, pages, heads, page_tokens, dim]."""
-        importance, tokens = [], state.tokens(self.page_tokens)
-        for _ in range(keys.shape[1]):
-            tokens += self.page_tokens
-            self._count_queries(rows, tokens)
-            importance.append(self._importance(rows))
-            if self.config.importance_window == "page" and self._coming is not None:
-                self.query_sum[rows] = 0
-                self.query_count[rows] = [0] * (rows.stop - rows.start)
-        salience = torch.stack(importance, dim=1) * self.body.codec.sensitivity(keys)
+        """Tiers, int64 [rows, heads, dim], of the coming page [rows, heads, page_tokens, dim]."""
+        self._count_queries(rows, state.tokens(self.page_tokens) + self.page_tokens)
+        salience = self._importance(rows) * self.body.codec.sensitivity(keys)
+        if self.config.importance_window == "page":
+            self.query_sum[rows] = 0
+            self.query_count[rows] = [0] * (rows.stop - rows.start)
         if self.tau is None:
             return tiers_by_target(salience, self.config.key_bits)
         heads = (torch.tensor(t, dtype=torch.float64, device=self.device).reshape(-1, 1) for t in self.tau)
@@ -130,11 +119,11 @@ class TieredLayer(FixedLayer):
     # --- pages ---------------------------------------------------------------------------------------------------
 
     def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
-        keys, values = (x.unflatten(2, (-1, self.page_tokens)).transpose(1, 2) for x in (keys, values))
-        pages = state.pages + keys.shape[1]
-        self._reserve(pages)
-        self.body.write_tiered(rows, state.pages, keys, values, self._tiers(rows, keys, state))
-        return dataclasses.replace(state, pages=pages)
+        self._reserve(state.pages + keys.shape[2] // self.page_tokens)
+        for page in zip(*(x.split(self.page_tokens, dim=2) for x in (keys, values))):
+            self.body.write_tiered(rows, state.pages, *page, self._tiers(rows, page[0], state))
+            state = dataclasses.replace(state, pages=state.pages + 1)
+        return state
 
     def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
         part = super()._packed_part(rows, state, mask)
@@ -164,6 +153,16 @@ class TieredLayer(FixedLayer):
             self.query_sum = self.query_sum.index_select(0, indices.to(self.device))
             self.query_count = [self.query_count[i] for i in indices.tolist()]
         super()._select(indices)
+
+
+def _magnitudes(query: torch.Tensor, heads: int) -> torch.Tensor:
+    """Sum over the tokens of the mean |query| of each KV head's query heads, fixed point.
+
+    [rows, query heads, tokens, dim] -> int64 [rows, heads, dim].
+    """
+    query = query.unflatten(1, (heads, -1))
+    sizes = query.abs().double().nan_to_num(0.0).clamp_(max=_LARGEST).mul_(2**_FRACTION_BITS)
+    return (sizes.round_().to(torch.int64).sum(2) // query.shape[2]).sum(2)
 
 
 @dataclass(frozen=True)

@@ -83,19 +83,16 @@ class TieredBody(PagedBody):
         self.records = [Records.empty(codec, device) for _ in range(batch)]
 
     def write_tiered(
-        self, rows: slice, first: int, keys: torch.Tensor, values: torch.Tensor, tiers: torch.Tensor
+        self, rows: slice, page: int, keys: torch.Tensor, values: torch.Tensor, tiers: torch.Tensor
     ) -> None:
-        """Encode [rows, pages, heads, page_tokens, dim] into the pages from `first` on.
-
-        `tiers` has the tier of each channel, [rows, pages, heads, dim].
-        """
-        slots = self.pages(rows, 2)[:, first : first + keys.shape[1]]
+        """Encode [rows, heads, page_tokens, dim] into one page; `tiers` has each channel's, [rows, heads, dim]."""
+        slots = self.pages(rows, 2)[:, page]
         split = self.layout.keys.nbytes(2)
-        slots[..., split:] = self.layout.values.encode(values, self.layout.widths(2)[1])
+        slots[:, split:] = self.layout.values.encode(values, self.layout.widths(2)[1])
         for i, row in enumerate(range(rows.start, rows.stop)):
-            block = self.codec.encode(keys[i], tiers[i])
-            slots[i, :, :split] = block.dense
-            self.records[row].write(first, block)
+            block = self.codec.encode(keys[i : i + 1], tiers[i : i + 1])
+            slots[i, :split] = block.dense
+            self.records[row].write(page, block)
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(records.nbytes() for records in self.records)
