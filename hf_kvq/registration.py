@@ -154,7 +154,8 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
         try:
             layer.observe_query(query)
             if layer.prompt is not None:
-                return original(module, query, *layer.prompt, attention_mask, *args, **kwargs)
+                key, value = (x.to(query.dtype) for x in layer.prompt)
+                return original(module, query, key, value, attention_mask, *args, **kwargs)
             if not attended or args or not _supported(kwargs):
                 key, value = key.dequantize(), value.dequantize()
                 return original(module, query, key, value, attention_mask, *args, **kwargs)

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 """Measuring what a cache does to a model's answers."""
 
-from .fidelity import Fidelity, measure_fidelity
+from .fidelity import Fidelity, compare_fidelity, measure_fidelity
 
 
-__all__ = ["Fidelity", "measure_fidelity"]
+__all__ = ["Fidelity", "compare_fidelity", "measure_fidelity"]

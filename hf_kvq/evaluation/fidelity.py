@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -30,41 +31,51 @@ class Fidelity:
     tokens: int
 
 
-@torch.no_grad()
 def measure_fidelity(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, chunk: int = 128, desc: str | None = None
+) -> Fidelity:
+    """Fidelity of one cache; see `compare_fidelity`."""
+    return compare_fidelity(model, input_ids, {"": cache}, chunk, desc)[""]
+
+
+@torch.no_grad()
+def compare_fidelity(
     model: PreTrainedModel,
     input_ids: torch.Tensor,
-    cache: Cache,
+    caches: Mapping[str, Cache],
     chunk: int = 128,
-    skip: int = 0,
     desc: str | None = None,
-) -> Fidelity:
-    """Feed a text through `cache` in chunks, so that all tokens but the newest are read from it, and compare.
+    exact: Cache | None = None,
+) -> dict[str, Fidelity]:
+    """Feed a text through caches in chunks, so that all but the newest tokens are read from them, and compare.
 
-    One forward over the whole text would never read the cache. The exact model, on an ordinary cache, runs beside.
+    One forward over the whole text would never read a cache. The exact model, on an ordinary cache, runs beside.
 
     Args:
         model: a causal language model.
         input_ids: [1, tokens].
-        cache: an empty cache; it holds the text afterwards.
+        caches: empty caches by name; each holds the text afterwards.
         chunk: tokens per forward.
-        skip: leave the first `skip` predictions out of the means.
         desc: label of a progress bar; None for no bar.
+        exact: the empty cache to compare with; the default is an ordinary one.
     """
-    name = cache_argument(model)
-    exact = DynamicCache(config=model.config)
-    nll = kl = agree = 0.0
-    count, length = 0, input_ids.shape[1]
-    for start in tqdm(range(0, length, chunk), desc=desc, disable=desc is None, unit="chunk"):
+    argument = cache_argument(model)
+    exact = exact if exact is not None else DynamicCache(config=model.config)
+
+    def log_probs(ids: torch.Tensor, cache: Cache) -> torch.Tensor:
+        return model(input_ids=ids, use_cache=True, **{argument: cache}).logits[0].float().log_softmax(-1)
+
+    sums = {name: torch.zeros(3, dtype=torch.float64) for name in caches}
+    for start in tqdm(range(0, input_ids.shape[1], chunk), desc=desc, disable=desc is None, unit="chunk"):
         ids = input_ids[:, start : start + chunk]
-        here = model(input_ids=ids, use_cache=True, **{name: cache}).logits[0].float().log_softmax(-1)
-        true = model(input_ids=ids, use_cache=True, **{name: exact}).logits[0].float().log_softmax(-1)
-        first = max(0, skip - start)
-        targets = input_ids[0, start + 1 : start + 1 + len(here)]
-        used = slice(first, len(targets))
-        nll -= here[: len(targets)].gather(1, targets[:, None])[used].double().sum().item()
-        divergence = (true.exp() * (true - here)).sum(-1).double()
-        kl += divergence[used].sum().item()
-        agree += (here.argmax(-1) == true.argmax(-1))[used].sum().item()
-        count += len(targets[used])
-    return Fidelity(math.exp(nll / count), kl / count, agree / count, count)
+        targets = input_ids[0, start + 1 : start + 1 + ids.shape[1], None]
+        true = log_probs(ids, exact)[: len(targets)]
+        for name, cache in caches.items():
+            here = log_probs(ids, cache)[: len(targets)]
+            nll = -here.gather(1, targets).sum()
+            kl = (true.exp() * (true - here)).sum()
+            agreed = (here.argmax(-1) == true.argmax(-1)).sum()
+            sums[name] += torch.stack([nll, kl, agreed]).double().cpu()
+    count = input_ids.shape[1] - 1
+    means = {name: (total / count).tolist() for name, total in sums.items()}
+    return {name: Fidelity(math.exp(nll), kl, agreed, count) for name, (nll, kl, agreed) in means.items()}
