@@ -153,10 +153,12 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
         layer = key.layer
         try:
             layer.observe_query(query)
-            if layer.prompt is not None:
+            # Somebody who worked on the tensors may have changed them in place.
+            touched = key.dense is not None or value.dense is not None
+            if layer.prompt is not None and not touched:
                 key, value = (x.to(query.dtype) for x in layer.prompt)
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
-            if not attended or args or not _supported(kwargs):
+            if touched or not attended or args or not _supported(kwargs):
                 key, value = key.dequantize(), value.dequantize()
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
             key.check_current()

@@ -17,11 +17,14 @@ class KVHandle(torch.Tensor):
     """Stands for the full keys or values of a layer: right shape, dtype and device, no storage.
 
     Attention that knows it asks its `layer` to attend over packed codes. Any other operation on it receives the
-    dequantized tensor instead: always right, only slower.
+    dequantized tensor instead: always right, only slower. From then on the handle holds that tensor, so that nothing
+    done in place is lost.
     """
 
     layer: KVQLayer
     is_value: bool
+    dense: torch.Tensor | None
+    change: int
 
     # Results of operations are ordinary tensors, never handles.
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -32,7 +35,7 @@ class KVHandle(torch.Tensor):
         handle = torch.Tensor._make_wrapper_subclass(
             cls, (batch, heads, layer.columns, dim), dtype=like.dtype, device=like.device
         )
-        handle.layer, handle.is_value = layer, is_value
+        handle.layer, handle.is_value, handle.dense, handle.change = layer, is_value, None, layer.changes
         return handle
 
     def dequantize(self) -> torch.Tensor:
@@ -41,15 +44,17 @@ class KVHandle(torch.Tensor):
         Raises:
             RuntimeError: the layer has changed since it returned this handle.
         """
-        self.check_current()
-        return self.layer.dequantize(self.is_value)
+        if self.dense is None:
+            self.check_current()
+            self.dense = self.layer.dequantize(self.is_value)
+        return self.dense
 
     def check_current(self) -> None:
         """Raise `RuntimeError` if the layer has changed since it returned this handle."""
-        if self.shape[2] != self.layer.columns:
+        if self.change != self.layer.changes:
             raise RuntimeError(
-                f"these {'values' if self.is_value else 'keys'} stand for {self.shape[2]} tokens, but their cache "
-                f"layer holds {self.layer.columns} by now; use what `update` returned before the next `update`"
+                f"these {'values' if self.is_value else 'keys'} stand for {self.shape[2]} tokens of a cache layer "
+                "that has changed since; use what `update` returned before the next `update` or other change"
             )
 
     @classmethod

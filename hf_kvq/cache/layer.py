@@ -83,6 +83,8 @@ class KVQLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget all tokens and give the memory back."""
         self.columns = 0
+        #: Counts what makes the handles returned so far stale.
+        self.changes = getattr(self, "changes", 0) + 1
         self.states: list[RowState] = []
         self.body: Body | None = None
         self.sink: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -118,6 +120,7 @@ class KVQLayer(CacheLayerMixin):
         self.check_room(key_states.shape[2])
         self._pending = (key_states, value_states)
         self.columns += key_states.shape[2]
+        self.changes += 1
         return KVHandle(self, False, key_states), KVHandle(self, True, value_states)
 
     def settle(self) -> None:
@@ -305,6 +308,7 @@ class KVQLayer(CacheLayerMixin):
             )
         self.settle()
         self.columns = max(0, self.columns + tokens_to_remove)
+        self.changes += 1
         for row, state in enumerate(self.states):
             tokens = count_tokens(self.padding, row, 0, self.columns)
             self.states[row] = state.cropped(tokens, self.page_tokens, self.initial_bits)
@@ -327,6 +331,7 @@ class KVQLayer(CacheLayerMixin):
         if not self.is_initialized:
             return
         self.settle()
+        self.changes += 1
         at = indices.to(self.device)
         self.body.select(at)
         self.sink, self.recent = (tuple(x.index_select(0, at) for x in pair) for pair in (self.sink, self.recent))
