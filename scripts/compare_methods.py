@@ -4,9 +4,10 @@
     python scripts/compare_methods.py --length 2048
     python scripts/compare_methods.py --length 8192 --chunk 256
 
-Every cache reads the same text, a chunk of tokens at a time; KL is against an ordinary cache fed in the same way. "true bits"
-is everything a cache holds at the end, the exact sinks and windows included, per element. Keys and values are rounded
-to bfloat16 in every cache, as in a bfloat16 model; all else is float32, whose noise is far below what is measured.
+Every cache reads the same text, a chunk of tokens at a time; KL is against an ordinary cache fed in the same way.
+"true bits" is everything a cache holds at the end, the exact sinks and windows included, per element. Keys and values
+are rounded to bfloat16 in every cache, as in a bfloat16 model; all else is float32, whose noise is far below what is
+measured.
 """
 
 from __future__ import annotations

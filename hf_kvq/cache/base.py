@@ -10,6 +10,7 @@ import torch
 from transformers import Cache, DynamicCache, PretrainedConfig
 from transformers.cache_utils import DynamicLayer
 
+from ..config import Options
 from .layer import KVQLayer
 from .padding import Padding
 
@@ -17,10 +18,14 @@ from .padding import Padding
 class KVQCache(Cache):
     """A `transformers.Cache` whose full-attention layers are quantized; all others are the stock ones.
 
+    A subclass takes (model_config, config, max_length) and names its options in `config_class`.
+
     Args:
         layers: all layers of the model; the quantized ones share `padding`.
         padding: the padding columns of the batch.
     """
+
+    config_class: type[Options]
 
     def __init__(self, layers: list[Any], padding: Padding):
         super().__init__(layers=layers)
@@ -74,13 +79,13 @@ class KVQCache(Cache):
     def nbytes(self) -> int:
         """Bytes of all storages that the cache holds: codes, (min, max), sink, window, reserved room."""
         self._settle()
-        return sum(_layer_bytes(layer) for layer in self.layers)
+        return sum(layer_bytes(layer) for layer in self.layers)
 
     def exact_nbytes(self) -> int:
         """Bytes that the same tokens take in an ordinary 16-bit (or 32-bit) cache."""
         self._settle()
         return sum(layer.exact_nbytes() for layer in self.quantized_layers) + sum(
-            _layer_bytes(layer) for layer in self.layers if not isinstance(layer, KVQLayer)
+            layer_bytes(layer) for layer in self.layers if not isinstance(layer, KVQLayer)
         )
 
     def true_bits(self) -> float:
@@ -106,7 +111,7 @@ class KVQCache(Cache):
         return [
             {"layer": i, **layer.summary()}
             if isinstance(layer, KVQLayer)
-            else {"layer": i, "kind": type(layer).__name__, "bits": 16, "nbytes": _layer_bytes(layer)}
+            else {"layer": i, "kind": type(layer).__name__, "bits": 16, "nbytes": layer_bytes(layer)}
             for i, layer in enumerate(self.layers)
         ]
 
@@ -155,17 +160,18 @@ def stock_layers(model_config: PretrainedConfig) -> tuple[list[Any], list[int]]:
     return layers, full_attention
 
 
-def _layer_bytes(layer: Any) -> int:
+def layer_bytes(layer: Any) -> int:
+    """Bytes of all storages that a layer, ours or a stock one, holds."""
     if isinstance(layer, KVQLayer):
         return layer.nbytes()
-    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(vars(layer))}
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors_of(vars(layer))}
     return sum(held.values())
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def tensors_of(value: Any) -> list[torch.Tensor]:
     """All tensors in nested containers."""
     if isinstance(value, torch.Tensor):
         return [value]
     if isinstance(value, dict):
         value = list(value.values())
-    return [x for item in value for x in _tensors(item)] if isinstance(value, (list, tuple)) else []
+    return [x for item in value for x in tensors_of(item)] if isinstance(value, (list, tuple)) else []

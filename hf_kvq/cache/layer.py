@@ -279,9 +279,9 @@ class KVQLayer(CacheLayerMixin):
         return per_token * self.columns * len(self.states)
 
     def bits(self) -> int:
-        """Width of the body now, the narrowest row's where rows differ."""
+        """Width of the packed tokens now, the narrowest row's where rows differ; 16 while all tokens are exact."""
         self.settle()
-        return min((state.bits for state in self.states), default=self.initial_bits)
+        return min((state.bits for state in self.states if state.pages), default=16)
 
     def summary(self) -> dict[str, Any]:
         """What the layer holds; token counts are lists, one entry per row."""

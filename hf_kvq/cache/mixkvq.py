@@ -36,6 +36,8 @@ class MixKVQCache(KVQCache):
         ValueError: an option is impossible, or goes not with this model.
     """
 
+    config_class = MixKVQConfig
+
     def __init__(
         self,
         model_config: PretrainedConfig,
@@ -64,6 +66,8 @@ class KIVICache(KVQCache):
         config: options, as an object or a dict of them (left as it is).
         max_length: not used; this cache grows with its tokens.
     """
+
+    config_class = KIVIConfig
 
     def __init__(
         self,

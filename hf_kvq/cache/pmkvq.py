@@ -34,6 +34,8 @@ class PMKVQCache(KVQCache):
     ```
     """
 
+    config_class = PMKVQConfig
+
     def __init__(
         self,
         model_config: PretrainedConfig,

@@ -1,0 +1,231 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import Cache, LlamaConfig, LlavaConfig, MistralConfig, PreTrainedConfig
+from transformers.cache_utils import DynamicSlidingWindowLayer
+
+import hf_kvq
+from conftest import CONFIGS, cache_of, feed, forward, kv, make_cache, random_ids, storage_bytes, tiny_model
+from hf_kvq import BudgetExceededError, PMKVQCache, PMKVQConfig
+from simulation import Rules, Simulation, assert_equal
+
+
+LLAMA = LlamaConfig(num_hidden_layers=3, max_position_embeddings=96)
+RULES = Rules(fbit=2, max_length=96)
+
+
+def test_is_a_cache_of_transformers():
+    cache = PMKVQCache(LLAMA)
+    assert isinstance(cache, Cache) and isinstance(cache, hf_kvq.KVQCache)
+    assert len(cache) == len(cache.layers) == 3
+    assert cache.get_seq_length() == 0 and not cache.is_initialized
+    assert cache.is_croppable and not cache.is_compileable and cache.is_sliding == [False] * 3
+    assert cache.get_mask_sizes(5, 0) == (5, 0)
+    feed(cache, kv(RULES, 20))
+    assert cache.is_initialized and cache.get_seq_length(2) == 20 and cache.get_mask_sizes(5, 1) == (25, 0)
+
+
+@pytest.mark.parametrize("config", [None, {}, {"fbit": 2}, PMKVQConfig(fbit=2)])
+def test_config_as_object_or_dict(config):
+    before = copy.deepcopy(config)
+    cache = PMKVQCache(LLAMA, config)
+    assert cache.config == PMKVQConfig.of(config) and config == before
+    if config is not None and not isinstance(config, dict):
+        assert cache.config is config
+
+
+@pytest.mark.parametrize(
+    ("option", "argument", "wanted"), [(None, None, 96), (None, 40, 40), (60, 40, 60), (60, None, 60)]
+)
+def test_where_the_length_comes_from(option, argument, wanted):
+    cache = PMKVQCache(LLAMA, RULES.options(max_length=option), max_length=argument)
+    feed(cache, kv(RULES, 10))
+    assert cache.nbytes() == 3 * replace(RULES, max_length=wanted).budget
+
+
+def test_without_any_length_it_says_so():
+    config = PreTrainedConfig(num_hidden_layers=2)
+    with pytest.raises(ValueError, match="give max_length or budget_bytes"):
+        PMKVQCache(config)
+    assert PMKVQCache(config, max_length=100).layers and PMKVQCache(config, {"budget_bytes": 10**6}).layers
+
+
+def test_widths_of_layers():
+    cache = cache_of(RULES, 4, fbit=[2, 4, 2, 16], boundary_layers=1)
+    feed(cache, kv(RULES, 96))
+    assert cache.layer_bits() == [8, 4, 2, 16]
+    assert [report["bits"] for report in cache.summary()] == [8, 4, 2, 16]
+
+
+def test_repr_in_every_state():
+    cache = PMKVQCache(LLAMA, RULES.options())
+    assert "empty" in repr(cache)
+    feed(cache, kv(RULES, 96, 2))
+    assert "2 x 96 tokens" in repr(cache) and "3 at 2 bits" in repr(cache)
+    cache.reset()
+    assert "empty" in repr(cache)
+
+
+def test_looking_changes_nothing():
+    # Where attention is not ours (eager), new tokens are stored late: that must not show.
+    data = kv(RULES, 90)
+    simulation = Simulation(RULES)
+    simulation.update(*data)
+    for look in ("nbytes", "exact_nbytes", "true_bits", "layer_bits", "summary", "__repr__"):
+        cache = PMKVQCache(LLAMA, RULES.options())
+        for i in range(3):
+            cache.update(*data, i)
+        before = [x.clone() for x in cache.dequantize(2)]
+        getattr(cache, look)()
+        for mine, now, wanted in zip(before, cache.dequantize(2), simulation.visible()):
+            torch.testing.assert_close(now, wanted)
+            assert torch.equal(mine, now)
+
+
+# --- models of other kinds -------------------------------------------------------------------------------------------
+
+
+def test_composite_config_uses_the_text_model():
+    config = LlavaConfig(text_config=LLAMA)
+    assert len(PMKVQCache(config).layers) == 3
+
+
+@pytest.mark.parametrize("config", [CONFIGS["sliding"](), MistralConfig(sliding_window=16, num_hidden_layers=2)])
+def test_model_without_full_attention_is_refused(config):
+    with pytest.raises(ValueError, match="nothing to quantize.*DynamicSlidingWindowLayer"):
+        PMKVQCache(config)
+
+
+def test_mixed_model_quantizes_what_it_can():
+    model = tiny_model("mixed")
+    cache = make_cache(model, fbit=2, max_length=60)
+    kinds = [type(layer) for layer in cache.layers]
+    assert kinds[0] is kinds[2] is DynamicSlidingWindowLayer and len(cache.quantized_layers) == 1
+    forward(model, cache, random_ids(2, 60))
+    assert cache.layer_bits() == [16, 2, 16]
+    assert [report["bits"] for report in cache.summary()] == [16, 2, 16]
+    assert cache.nbytes() == storage_bytes(cache) == sum(report["nbytes"] for report in cache.summary())
+    assert cache.exact_nbytes() > 0
+    rules = Rules(2, 16, 16, max_length=60, window=8)
+    assert cache.layers[1].nbytes() == 2 * rules.budget
+
+
+# --- bad input -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"fbit": [4, 4]}, ValueError, "lists 2 layers, but the model has 3"),
+        ({"fbits": 4}, ValueError, "did you mean 'fbit'"),
+        ({"kernel": "triton"}, RuntimeError, "kernel='triton'"),
+        ("pmkvq", TypeError, "PMKVQConfig or a dict"),
+    ],
+)
+def test_impossible_options_fail_at_construction(options, error, message):
+    with pytest.raises(error, match=message):
+        PMKVQCache(LLAMA, options)
+
+
+def test_too_small_a_budget_stores_nothing():
+    least = 3 * RULES.bytes_for(RULES.sink + RULES.window + RULES.page, 2)
+    cache = PMKVQCache(LLAMA, RULES.options(budget_bytes=least - 1, max_length=None))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"budget_bytes={least - 1} is too small"):
+            cache.update(*kv(RULES, 40), 0)
+        assert cache.get_seq_length() == 0 and cache.nbytes() == storage_bytes(cache) == 0
+    cache = PMKVQCache(LLAMA, RULES.options(budget_bytes=least, max_length=None))
+    feed(cache, kv(RULES, 21))
+    assert cache.nbytes() <= least
+
+
+@pytest.mark.parametrize("axis", [0, 1, 3])
+@pytest.mark.parametrize("side", [0, 1])
+def test_shapes_that_do_not_go_on(axis, side):
+    cache = PMKVQCache(LLAMA, RULES.options())
+    simulation = Simulation(RULES, 2)
+    feed(cache, kv(RULES, 60, 2), None, [simulation])
+    data = kv(RULES, 3, 2)
+    data[side] = torch.cat([data[side]] * 2, dim=axis)
+    with pytest.raises(ValueError, match=rf"the new {('keys', 'values')[side]} have shape .* goes on with"):
+        cache.update(*data, 0)
+    for layer in cache.layers:
+        assert_equal(layer, simulation)
+    feed(cache, kv(RULES, 3, 2), None, [simulation])
+    for layer in cache.layers:
+        assert_equal(layer, simulation)
+
+
+def test_keys_and_values_of_different_lengths():
+    for held in (0, 20):
+        cache = PMKVQCache(LLAMA, RULES.options())
+        if held:
+            feed(cache, kv(RULES, held))
+        keys, values = kv(RULES, 5)
+        with pytest.raises(ValueError, match="the new values have shape"):
+            cache.update(keys, values[:, :, :4], 0)
+        assert cache.get_seq_length() == held
+
+
+@pytest.mark.parametrize("arch", ["llama", "mixed"])
+def test_overflow_error_in_a_model_leaves_all_layers_alike(arch):
+    model = tiny_model(arch)
+    cache = make_cache(model, max_length=40, on_overflow="error")
+    twin = make_cache(model, max_length=40)
+    ids = random_ids(2, 60)
+    for c in (cache, twin):
+        forward(model, c, ids[:, :30])
+    with pytest.raises(BudgetExceededError, match="row 0 would hold 41 tokens"):
+        forward(model, cache, ids[:, 30:41])
+    assert {layer.get_seq_length() for layer in cache.layers} == {30}
+    for i, layer in enumerate(twin.layers):
+        assert torch.equal(cache.layers[i].keys, layer.keys) and torch.equal(cache.layers[i].values, layer.values)
+    torch.testing.assert_close(*(forward(model, c, ids[:, 30:40]) for c in (cache, twin)), rtol=0, atol=0)
+
+
+# --- layers that are used in another way -----------------------------------------------------------------------------
+
+
+def test_layers_may_be_filled_in_any_order_and_left_out():
+    cache = PMKVQCache(LlamaConfig(num_hidden_layers=6), RULES.options())
+    data = kv(RULES, 70)
+    for i in (5, 0, 2):
+        cache.update(*data, i)
+    for i in range(6):
+        assert cache.get_seq_length(i) == (70 if i in (5, 0, 2) else 0)
+    for i in (5, 0, 2):
+        simulation = Simulation(RULES)
+        simulation.update(*data)
+        cache.layers[i].settle()
+        assert_equal(cache.layers[i], simulation)
+    assert cache.nbytes() == 3 * RULES.budget
+    cache.crop(-10)
+    assert cache.get_seq_length(5) == 60
+    cache.reorder_cache(torch.tensor([0, 0]))
+    assert cache.dequantize(2)[0].shape[0] == 2
+
+
+def test_at_most_one_layer_holds_a_prompt_exactly():
+    cache = PMKVQCache(LLAMA, RULES.options())
+    data = kv(RULES, 90)
+    for i in range(3):
+        cache.update(*[x.clone() for x in data], i)
+        exact = 90 * RULES.token_bytes
+        assert storage_bytes(cache) <= 3 * RULES.budget + exact
+    assert cache.nbytes() == storage_bytes(cache) == 3 * RULES.budget
+
+
+def test_empty_cache_allows_all_operations():
+    cache = PMKVQCache(LLAMA, RULES.options())
+    cache.crop(0)
+    cache.crop(-5)
+    cache.reorder_cache(torch.tensor([0]))
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([0]))
+    cache.reset()
+    assert cache.nbytes() == 0 and copy.deepcopy(cache).get_seq_length() == 0
+    feed(cache, kv(RULES, 30))
+    assert cache.get_seq_length() == 30
