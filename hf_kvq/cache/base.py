@@ -64,9 +64,10 @@ class KVQCache(Cache):
         The layer before is stored now at the latest, so that no two layers hold a prompt's exact K and V.
         """
         self._settle()
-        if self.layers[layer_idx] is self.quantized_layers[0]:
-            # All layers or none: an overflow must not leave the layers at different lengths.
-            for layer in self.quantized_layers:
+        # All layers or none: an overflow must not leave the layers at different lengths.
+        held = self.layers[layer_idx].get_seq_length()
+        for layer in self.quantized_layers:
+            if layer.columns == held:
                 layer.check_room(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
@@ -78,26 +79,22 @@ class KVQCache(Cache):
 
     def nbytes(self) -> int:
         """Bytes of all storages that the cache holds: codes, (min, max), sink, window, reserved room."""
-        self._settle()
         return sum(layer_bytes(layer) for layer in self.layers)
 
     def exact_nbytes(self) -> int:
         """Bytes that the same tokens take in an ordinary 16-bit (or 32-bit) cache."""
-        self._settle()
         return sum(layer.exact_nbytes() for layer in self.quantized_layers) + sum(
             layer_bytes(layer) for layer in self.layers if not isinstance(layer, KVQLayer)
         )
 
     def true_bits(self) -> float:
         """All bytes held, per element of the tokens held, in bits; NaN while the cache is empty."""
-        self._settle()
         elements = sum(layer.elements() for layer in self.quantized_layers)
         held = sum(layer.nbytes() for layer in self.quantized_layers)
         return 8 * held / elements if elements else float("nan")
 
     def layer_bits(self) -> list[int]:
         """Width of each layer's body now, the narrowest row's where rows differ; 16 for layers that stay exact."""
-        self._settle()
         return [layer.bits() if isinstance(layer, KVQLayer) else 16 for layer in self.layers]
 
     def dequantize(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +104,6 @@ class KVQCache(Cache):
 
     def summary(self) -> list[dict[str, Any]]:
         """One dict per layer: what it is, how wide, how many tokens where, how many bytes."""
-        self._settle()
         return [
             {"layer": i, **layer.summary()}
             if isinstance(layer, KVQLayer)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, Protocol
@@ -90,6 +91,7 @@ class KVQLayer(CacheLayerMixin):
         self.sink: tuple[torch.Tensor, torch.Tensor] | None = None
         self.recent: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._handles: list[weakref.ref[KVHandle]] = []
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -121,7 +123,14 @@ class KVQLayer(CacheLayerMixin):
         self._pending = (key_states, value_states)
         self.columns += key_states.shape[2]
         self.changes += 1
-        return KVHandle(self, False, key_states), KVHandle(self, True, value_states)
+        handles = KVHandle(self, False, key_states), KVHandle(self, True, value_states)
+        self._handles = [weakref.ref(handle) for handle in handles]
+        return handles
+
+    def settle_idle(self) -> None:
+        """Store the pending tokens unless somebody may still attend to them. So looking at a cache changes nothing."""
+        if all(handle() is None for handle in self._handles):
+            self.settle()
 
     def settle(self) -> None:
         """Store the pending tokens."""
@@ -239,11 +248,13 @@ class KVQLayer(CacheLayerMixin):
     @property
     def keys(self) -> torch.Tensor | None:
         """All keys dequantized, [batch, heads, columns, head_dim]; a new tensor at every access."""
+        self.settle_idle()
         return self.dequantize(False) if self.is_initialized else None
 
     @property
     def values(self) -> torch.Tensor | None:
         """All values dequantized, [batch, heads, columns, head_dim]; a new tensor at every access."""
+        self.settle_idle()
         return self.dequantize(True) if self.is_initialized else None
 
     # --- the rest of the layer contract ----------------------------------------------------------------------------
@@ -261,13 +272,14 @@ class KVQLayer(CacheLayerMixin):
         """Bytes of all storages this layer holds."""
         if not self.is_initialized:
             return 0
-        return self.body.nbytes() + sum(x.nbytes for x in (*self.sink, *self.recent))
+        self.settle_idle()
+        return self.body.nbytes() + sum(x.nbytes for x in (*self.sink, *self.recent, *(self._pending or ())))
 
     def elements(self) -> int:
         """Numbers that the tokens held stand for: K and V, all rows, without padding."""
         if not self.is_initialized:
             return 0
-        self.settle()
+        self.settle_idle()
         per_token = sum(x.shape[1] * x.shape[3] for x in self.sink)
         return per_token * sum(state.tokens(self.page_tokens) for state in self.states)
 
@@ -280,12 +292,12 @@ class KVQLayer(CacheLayerMixin):
 
     def bits(self) -> int:
         """Width of the packed tokens now, the narrowest row's where rows differ; 16 while all tokens are exact."""
-        self.settle()
+        self.settle_idle()
         return min((state.bits for state in self.states if state.pages), default=16)
 
     def summary(self) -> dict[str, Any]:
         """What the layer holds; token counts are lists, one entry per row."""
-        self.settle()
+        self.settle_idle()
         return {
             "kind": type(self).__name__,
             "bits": self.bits(),

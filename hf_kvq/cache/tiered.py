@@ -134,7 +134,7 @@ class TieredLayer(FixedLayer):
 
     def tier_counts(self) -> torch.Tensor:
         """UINT2, UINT4 and BF16 channels over all pages, rows and heads, [3]."""
-        self.settle()
+        self.settle_idle()
         counts = torch.zeros(3, dtype=torch.int64)
         for row, state in enumerate(self.states):
             used = self.body.records[row].counts(state.pages).long().cpu()
