@@ -339,6 +339,8 @@ class KVQLayer(CacheLayerMixin):
             indices = indices.nonzero().flatten()
         self._select(indices)
 
+    # As in `lazy_initialization`: what lives on must not belong to inference_mode.
+    @torch.inference_mode(False)
     def _select(self, indices: torch.Tensor) -> None:
         if not self.is_initialized:
             return
@@ -348,6 +350,11 @@ class KVQLayer(CacheLayerMixin):
         self.body.select(at)
         self.sink, self.recent = (tuple(x.index_select(0, at) for x in pair) for pair in (self.sink, self.recent))
         self.states = [self.states[i] for i in indices.tolist()]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and pickles consist of; handles are not theirs."""
+        self.settle_idle()
+        return {**vars(self), "_handles": []}
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 

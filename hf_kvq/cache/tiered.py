@@ -82,8 +82,9 @@ class TieredLayer(FixedLayer):
     def _store(self, rows: slice, index: slice | torch.Tensor, *new: torch.Tensor) -> RowState:
         self._coming = None if self._query is None else pick(self._query[rows], index)
         self._stored = self.states[rows.start].tokens(self.page_tokens)
+        stop = self._stored + new[0].shape[2]
         state = super()._store(rows, index, *new)
-        self._count_queries(rows, self._stored + new[0].shape[2])
+        self._count_queries(rows, stop)
         self._coming = None
         return state
 
@@ -147,6 +148,7 @@ class TieredLayer(FixedLayer):
     def summary(self) -> dict:
         return {**super().summary(), "channels": dict(zip(("uint2", "uint4", "bf16"), self.tier_counts().tolist()))}
 
+    @torch.inference_mode(False)
     def _select(self, indices: torch.Tensor) -> None:
         if self.is_initialized:
             self.settle()

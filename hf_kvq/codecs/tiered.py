@@ -51,7 +51,8 @@ def tiers_by_target(salience: torch.Tensor, target_bits: float) -> torch.Tensor:
     worth = torch.cat([salience, salience / _BF16_OVER_UINT4], dim=-1)
     order = worth.sort(dim=-1, descending=True, stable=True).indices
     cost = torch.where(order < dim, TIER_BITS[1] - TIER_BITS[0], TIER_BITS[2] - TIER_BITS[1])
-    affordable = cost.cumsum(-1) <= round((target_bits - TIER_BITS[0]) * dim)
+    # (2.3 - 2) * 80 is a hair less than 24 in floating point.
+    affordable = cost.cumsum(-1) <= (target_bits - TIER_BITS[0]) * dim + 1e-6
     promoted = torch.zeros_like(worth, dtype=torch.long).scatter(-1, order, affordable.long())
     return promoted[..., :dim] + promoted[..., dim:]
 

@@ -171,6 +171,18 @@ def test_keys_and_values_of_different_lengths():
 
 
 @pytest.mark.parametrize("arch", ["llama", "mixed"])
+def test_overflow_error_at_the_prompt_leaves_all_layers_empty(arch):
+    model = tiny_model(arch)
+    cache = make_cache(model, max_length=40, on_overflow="error")
+    with pytest.raises(BudgetExceededError, match="row 0 would hold 41 tokens"):
+        forward(model, cache, random_ids(2, 41))
+    assert {layer.get_seq_length() for layer in cache.layers} == {0}
+    ids = random_ids(2, 40)
+    wanted = forward(model, make_cache(model, max_length=40), ids)
+    torch.testing.assert_close(forward(model, cache, ids), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("arch", ["llama", "mixed"])
 def test_overflow_error_in_a_model_leaves_all_layers_alike(arch):
     model = tiny_model(arch)
     cache = make_cache(model, max_length=40, on_overflow="error")

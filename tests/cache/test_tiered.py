@@ -266,6 +266,10 @@ def test_appending_does_not_copy_the_history():
         sizes = [nbytes for _, nbytes in seen]
         assert len(seen) < 25, name
         assert sum(sizes[:-1]) <= 5 * sizes[-1], name
+    # Nor is much room left empty.
+    used = {name: x.nbytes for name, x in packed(layer, 0).items()}
+    assert layer.body.data.nbytes <= 1.25 * used.pop("regular")
+    assert layer.body.records[0].nbytes() <= 1.5 * sum(used.values())
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -382,11 +386,12 @@ def test_queries_count_once():
     layer.settle()
     layer.observe_query(query)  # too late
     layer.settle()
-    cache.nbytes()
     simulation.update(keys, values, query)
     assert_equal(layer, simulation)
-    feed(cache, [x[:, :, 90:] for x in data], None, [simulation])
-    assert_equal(layer, simulation)
+    assert cache.nbytes() == storage_bytes(cache)
+    for stop, shown in ((100, 2), (120, 3)):
+        feed(cache, [x[:, :, stop - 10 : stop] for x in data][:shown], None, [simulation])
+        assert_equal(layer, simulation)
 
 
 def test_magnitudes_are_summed_exactly():
@@ -400,6 +405,19 @@ def test_magnitudes_are_summed_exactly():
     feed(cache, data, [1, 30, 64], [simulation])
     assert_equal(layer, simulation)
     assert layer.query_sum[..., 7].tolist() == [[2**40 * 16 + s for s in (layer.query_sum[0, :, 7] - 2**44).tolist()]]
+
+
+def test_one_small_query_tips_the_scales():
+    # All channels alike, but for one part in 15 billion of what channel 11 was asked.
+    rules = Rules(1, 1, 16, 16, residual=16, sink=0, target_bits=2.125)
+    cache, layer, simulation = paired(rules)
+    keys, values, query = data_of(rules, 16)
+    query.fill_(1000)
+    query[0, 0, 5] = 0
+    query[0, 0, 5, 11] = 2.0**-20
+    feed(cache, [keys[..., :1].expand_as(keys), values, query], None, [simulation])
+    assert_equal(layer, simulation)
+    assert packed(layer, 0)["low_channel"].tolist() == [11]
 
 
 # --- broken and extreme numbers -------------------------------------------------------------------------------------

@@ -149,9 +149,13 @@ def test_pending_tokens_are_attended_exactly():
     rules = Rules(fbit=2, initial_bits=2, window=0)
     cache, layer, _ = filled(rules, 40, 2)
     new = kv(rules, 9, 2, seed=5)
-    cache.update(*new, 0)
+    # Whoever holds these may still attend to them; then they are stored.
+    handles = cache.update(*new, 0)
     assert all(torch.equal(x[:, :, 40:], y) for x, y in zip((layer.keys, layer.values), new))
     check(layer, random(2, 4, 9, 16), None)
+    del handles
+    layer.settle()
+    assert not torch.equal(layer.keys[:, :, 40:], new[0])
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 5, 20, 21])
