@@ -7,7 +7,7 @@ Arithmetic is numpy float32 (one rounding per operation, as the rules have it); 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -285,27 +285,24 @@ class Simulation:
         return out
 
 
-def assert_equal(layer: Any, simulation: Simulation, pages_exact: bool = True) -> None:
+def assert_equal(layer: Any, simulation: Simulation) -> None:
     """A layer of hf_kvq holds what the simulation holds: states, every byte of every page, and what attention sees."""
     got = [
         {"bits": s.bits, "sink": s.sink, "pages": s.pages, "recent": s.recent, "short": s.short} for s in layer.states
     ]
     assert got == [row.state() for row in simulation.rows]
     assert layer.get_seq_length() == len(simulation.valid[0])
-    if pages_exact:
-        for r, row in enumerate(simulation.rows):
-            if row.pages:
-                content = layer.body.pages(slice(r, r + 1), row.bits)[0, : len(row.pages)]
-                torch.testing.assert_close(
-                    content, torch.stack([p.content(row.bits) for p in row.pages]), rtol=0, atol=0
-                )
+    for r, row in enumerate(simulation.rows):
+        if row.pages:
+            content = layer.body.pages(slice(r, r + 1), row.bits)[0, : len(row.pages)]
+            torch.testing.assert_close(content, torch.stack([p.content(row.bits) for p in row.pages]), rtol=0, atol=0)
     for got, wanted in zip((layer.keys, layer.values), simulation.visible()):
         assert got.dtype == wanted.dtype
         if all(row.bits == 16 for row in simulation.rows):
             torch.testing.assert_close(got, wanted, rtol=0, atol=0)
         else:
             # Steps of the decoder may be fused or not, so the last bit of float32 is free.
-            rtol = max(torch.finfo(got.dtype).eps, 1e-6) if pages_exact else 1e-2
+            rtol = max(torch.finfo(got.dtype).eps, 1e-6)
             torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol / 2 * float(wanted.abs().max()))
     exact_regions(layer, simulation)
 
@@ -319,7 +316,3 @@ def exact_regions(layer: Any, simulation: Simulation) -> None:
             wanted = [token[side] for token in (*row.sink, *row.recent)]
             if wanted:
                 torch.testing.assert_close(got[r][:, exact], torch.stack(wanted, dim=1), rtol=0, atol=0)
-
-
-def with_fbits(rules: Rules, fbits: list[int]) -> list[Rules]:
-    return [replace(rules, fbit=fbit) for fbit in fbits]

@@ -26,7 +26,6 @@ from simulation import Rules, Simulation, assert_equal
 
 # Nothing is ever quantized, though tokens do move into pages; or nothing ever leaves the window.
 LOSSLESS = {"paged": {"fbit": 16}, "window": {"fbit": 2, "window": 500}}
-RULES = Rules(2, 16, 16, fbit=2, max_length=64, window=8)
 
 
 def assert_same_logits(got, wanted, tolerance=1e-4):

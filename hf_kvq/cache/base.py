@@ -68,7 +68,7 @@ class KVQCache(Cache):
         held = self.layers[layer_idx].get_seq_length()
         for layer in self.quantized_layers:
             if layer.columns == held:
-                layer.check_room(key_states.shape[2])
+                layer.check_room(key_states.shape[0], key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def _settle(self) -> None:

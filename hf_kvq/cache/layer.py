@@ -73,7 +73,7 @@ class KVQLayer(CacheLayerMixin):
     def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
         """The packed tokens of rows of one state; `mask` covers just them."""
 
-    def check_room(self, new_columns: int) -> None:  # noqa: B027
+    def check_room(self, batch: int, new_columns: int) -> None:  # noqa: B027
         """Raise if `new_columns` more columns are not allowed; the default allows any number."""
 
     def observe_query(self, query: torch.Tensor) -> None:  # noqa: B027
@@ -119,7 +119,7 @@ class KVQLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self._check_shapes(key_states, value_states)
-        self.check_room(key_states.shape[2])
+        self.check_room(key_states.shape[0], key_states.shape[2])
         self._pending = (key_states, value_states)
         self.columns += key_states.shape[2]
         self.changes += 1
@@ -204,7 +204,9 @@ class KVQLayer(CacheLayerMixin):
         state = self.states[rows.start]
         tokens = self.padding.tokens(rows.start, 0, self.columns)
         if mask is not None:
-            mask = pick(mask[..., : self.columns], tokens, dim=-1)
+            # A mask may cover more columns than there are, or one for all.
+            mask = mask[..., : self.columns].expand(*mask.shape[:-1], self.columns)
+            mask = pick(mask, tokens, dim=-1)
         elif is_causal and queries > 1:
             column = torch.arange(self.columns, device=self.device)
             mask = (pick(column, tokens, dim=0) <= column[self.columns - queries :, None])[None, None]

@@ -68,11 +68,13 @@ class ProgressiveLayer(KVQLayer):
         self.body = PagedBody(self.layout, pages * self.layout.page_bytes(self.fbit), batch, keys.device)
         self.sink, self.recent = (self._exact((keys, values), batch, n) for n in (sink, recent))
 
-    def check_room(self, new_columns: int) -> None:
+    def check_room(self, batch: int, new_columns: int) -> None:
         """Raise `BudgetExceededError` if the budget forbids `new_columns` more columns."""
-        if self.config.on_overflow != "error" or not self.is_initialized:
+        # How many tokens a number of bytes holds is known once the layer's shape is.
+        is_known = self.is_initialized or self.config.budget_bytes is None
+        if self.config.on_overflow != "error" or not is_known:
             return
-        for row in range(len(self.states)):
+        for row in range(batch):
             tokens = count_tokens(self.padding, row, 0, self.columns + new_columns)
             if tokens > self.max_length:
                 raise BudgetExceededError(

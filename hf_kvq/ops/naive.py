@@ -65,8 +65,15 @@ def _blocks(part: Part, scores_per_token: int, queries: slice) -> Iterator[tuple
     """(keys, values, mask) of a bounded number of tokens at a time."""
     size = max(1, min(_BLOCK_TOKENS, _BLOCK_SCORES // scores_per_token))
     for start, stop, keys, values in part.blocks(size):
-        mask = None if part.mask is None else part.mask[:, :, queries, start:stop]
+        mask = part.mask
+        if mask is not None:
+            mask = _span(_span(mask, 2, queries), 3, slice(start, stop))
         yield keys, values, mask
+
+
+def _span(mask: torch.Tensor, dim: int, span: slice) -> torch.Tensor:
+    """A span of a mask along `dim`, where it may have size 1 and broadcast."""
+    return mask if mask.shape[dim] == 1 else mask[(slice(None),) * dim + (span,)]
 
 
 def _masked(scores: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
