@@ -34,8 +34,7 @@ class Options:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` is the inverse."""
-        values = dataclasses.asdict(self)
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}
+        return {field.name: _as_lists(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
     @classmethod
     def from_dict(cls: type[T], values: dict[str, Any]) -> T:
@@ -245,11 +244,15 @@ def _check_page(residual: int, group_size: int) -> None:
         raise ValueError(f"residual must be a multiple of 16; got {residual}")
 
 
-def _tau(name: str, value: Any) -> Tau | None:
-    """A threshold, lists of which become tuples; -inf and inf are fine, NaN is not."""
-    if isinstance(value, (list, tuple)):
-        return tuple(_tau(name, item) for item in value)
-    if value is None:
+def _as_lists(value: Any) -> Any:
+    return [_as_lists(item) for item in value] if isinstance(value, tuple) else value
+
+
+def _tau(name: str, value: Any, depth: int = 0) -> Tau | None:
+    """A threshold, or nested lists of them, which become tuples; -inf and inf are fine, NaN is not."""
+    if isinstance(value, (list, tuple)) and value and depth < 2:
+        return tuple(_tau(name, item, depth + 1) for item in value)
+    if value is None and depth == 0:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise TypeError(f"{name} must be a number, one per layer, or one per layer and KV head; got {value!r}")

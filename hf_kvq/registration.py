@@ -13,7 +13,7 @@ import transformers
 from packaging.version import Version
 from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, masking_utils
 from transformers.generation import configuration_utils
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
 from .cache import KIVICache, KVHandle, KVQCache, MixKVQCache, PMKVQCache
 
@@ -52,6 +52,7 @@ def register() -> None:
         _with_our_caches(GenerationMixin._prepare_cache_for_generation),
     )
     _replace(masking_utils, "_preprocess_mask_arguments", _with_padding(masking_utils._preprocess_mask_arguments))
+    _replace(AttentionInterface, "get_interface", _with_late_functions(AttentionInterface.get_interface))
     for name, function in list(ALL_ATTENTION_FUNCTIONS._global_mapping.items()):
         _replace_item(ALL_ATTENTION_FUNCTIONS._global_mapping, name, _with_handles(function, name in _ATTENDED))
 
@@ -143,23 +144,36 @@ def _with_padding(original: Callable) -> Callable:
     return preprocess
 
 
+def _with_late_functions(original: Callable) -> Callable:
+    """`AttentionInterface.get_interface` for functions that were registered after us, or by a model for itself."""
+    wrapped = functools.lru_cache(maxsize=None)(lambda function: _with_handles(function, False))
+
+    @functools.wraps(original)
+    def get_interface(self, attn_implementation, default):
+        function = original(self, attn_implementation, default)
+        return function if function is default or hasattr(function, "reads_handles") else wrapped(function)
+
+    return get_interface
+
+
 def _with_handles(original: Callable, attended: bool) -> Callable:
     """An attention function that lets a cache layer attend over its packed codes, if it is handed such a layer."""
 
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
-        if not isinstance(key, KVHandle):
+        handles = [x for x in (key, value) if isinstance(x, KVHandle)]
+        if not handles:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
-        layer = key.layer
+        layer = handles[0].layer
         try:
             layer.observe_query(query)
-            # Somebody who worked on the tensors may have changed them in place.
-            touched = key.dense is not None or value.dense is not None
+            # A model that works on keys or values itself hands on other tensors, or these ones changed in place.
+            touched = len(handles) < 2 or value.layer is not layer or any(x.dense is not None for x in handles)
             if layer.prompt is not None and not touched:
                 key, value = (x.to(query.dtype) for x in layer.prompt)
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
             if touched or not attended or args or not _supported(kwargs):
-                key, value = key.dequantize(), value.dequantize()
+                key, value = (x.dequantize() if isinstance(x, KVHandle) else x for x in (key, value))
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
             key.check_current()
             # A 2D mask only marks padding, which is not in the cache.
@@ -176,6 +190,7 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
         finally:
             layer.settle()
 
+    attention.reads_handles = True
     return attention
 
 

@@ -54,6 +54,9 @@ class TieredLayer(FixedLayer):
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super()._allocate(keys, values)
         batch, heads, _, dim = keys.shape
+        for name, tau in zip(("tau_bf16", "tau_uint4"), self.tau or ()):
+            if isinstance(tau, tuple) and len(tau) != heads:
+                raise ValueError(f"{name} lists {len(tau)} KV heads for a layer, but the model has {heads}")
         self.query_sum = torch.zeros(batch, heads, dim, dtype=torch.int64, device=self.device)
         self.query_count = [0] * batch
 

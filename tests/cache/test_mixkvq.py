@@ -231,6 +231,14 @@ def test_as_a_backend_of_the_quantized_cache():
         assert cache.layers[0].page_tokens == 128 and cache.layers[0].sink_tokens == (32 if name == "mixkvq" else 0)
 
 
+def test_without_promotions_mixkvq_answers_as_kivi():
+    model, prompt = tiny_model(), left_padded(2, 60, [0, 13])
+    off = {"tau_bf16": INF, "tau_uint4": INF}
+    mixed = generate(model, 30, cache_implementation="mixkvq", cache_config={**SMALL, **off}, **prompt)
+    kivi = generate(model, 30, cache_implementation="kivi", cache_config=SMALL, **prompt)
+    assert torch.equal(mixed.logits, kivi.logits) and kivi.cache.layers[0].states[0].pages == 5
+
+
 def test_several_turns_on_one_cache():
     model, ids = tiny_model(), random_ids(2, 3)
     caches = [DynamicCache(config=model.config), MixKVQCache(model.config, LONG), KIVICache(model.config, LONG)]
