@@ -168,7 +168,8 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
         try:
             layer.observe_query(query)
             # A model that works on keys or values itself hands on other tensors, or these ones changed in place.
-            touched = len(handles) < 2 or value.layer is not layer or any(x.dense is not None for x in handles)
+            touched = len(handles) < 2 or any(x.dense is not None for x in handles)
+            touched = touched or value.layer is not layer or (key.is_value, value.is_value) != (False, True)
             if layer.prompt is not None and not touched:
                 key, value = (x.to(query.dtype) for x in layer.prompt)
                 return original(module, query, key, value, attention_mask, *args, **kwargs)

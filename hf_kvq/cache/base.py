@@ -64,12 +64,18 @@ class KVQCache(Cache):
         The layer before is stored now at the latest, so that no two layers hold a prompt's exact K and V.
         """
         self._settle()
-        # All layers or none: an overflow must not leave the layers at different lengths.
         held = self.layers[layer_idx].get_seq_length()
-        for layer in self.quantized_layers:
-            if layer.columns == held:
+        coming = [layer for layer in self.quantized_layers if layer.columns == held]
+        try:
+            # All layers or none: an overflow must not leave the layers at different lengths.
+            for layer in coming:
                 layer.check_room(key_states.shape[0], key_states.shape[2])
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        except Exception:
+            if len(coming) == len(self.quantized_layers):
+                # No layer took these columns in, so their padding is not to be remembered.
+                self.padding.crop(held)
+            raise
 
     def _settle(self) -> None:
         for layer in self.quantized_layers:

@@ -65,7 +65,10 @@ class ProgressiveLayer(KVQLayer):
         self.page_tokens = self.layout.page_tokens
         sink, pages, recent = self.layout.split(self.max_length)
         batch = keys.shape[0]
-        self.body = PagedBody(self.layout, pages * self.layout.page_bytes(self.fbit), batch, keys.device)
+        # The schedule goes by what was budgeted, whatever is allocated later on: a row that needs more must not change
+        # the widths of the others.
+        self.body_bytes, self._room = pages * self.layout.page_bytes(self.fbit), self.max_length
+        self.body = PagedBody(self.layout, self.body_bytes, batch, keys.device)
         self.sink, self.recent = (self._exact((keys, values), batch, n) for n in (sink, recent))
 
     def check_room(self, batch: int, new_columns: int) -> None:
@@ -85,14 +88,14 @@ class ProgressiveLayer(KVQLayer):
 
     def _make_room(self, tokens: int) -> None:
         """Past the budget at the final width: allocate more, in steps that keep the cost per token constant."""
-        if tokens <= self.max_length:
+        if tokens <= self._room:
             return
         logger.warning_once(
             f"a request outgrew the KV cache's budget of {self.max_length} tokens; the cache keeps its final width "
             "and grows (on_overflow='grow'). Give max_length or budget_bytes to reserve enough from the start."
         )
-        self.max_length = max(tokens, self.max_length + self.max_length // 2)
-        sink, pages, recent = self.layout.split(self.max_length)
+        self._room = max(tokens, self._room + self._room // 2)
+        sink, pages, recent = self.layout.split(self._room)
         with torch.inference_mode(False):
             self.body.resize(pages * self.layout.page_bytes(self.fbit))
             for name, size in (("sink", sink), ("recent", recent)):
@@ -104,7 +107,7 @@ class ProgressiveLayer(KVQLayer):
 
     def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
         pages = state.pages + keys.shape[2] // self.page_tokens
-        bits = self.layout.bits_for(pages, self.body.row_bytes, self.fbit, state.bits)
+        bits = self.layout.bits_for(pages, self.body_bytes, self.fbit, state.bits)
         # Pages that `crop` left short can outnumber the budget's although their tokens do not.
         self.body.resize(pages * self.layout.page_bytes(bits))
         if bits < state.bits:

@@ -16,19 +16,19 @@ class HadamardRotation:
 
     def __init__(self, dim: int):
         self.block = dim & -dim
-        self._matrices: dict[torch.device, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Rotate `x` ([..., dim], any float dtype) in float32."""
-        blocks = x.float().unflatten(-1, (-1, self.block))
-        return (blocks @ self._matrix(x.device)).flatten(-2)
+        """Rotate `x` ([..., dim], any float dtype) in float32.
+
+        By sums and differences, not by a matrix product: that may round differently from one number of tokens to the
+        next, and codes must not depend on how tokens were cut into calls.
+        """
+        x = x.float().unflatten(-1, (-1, self.block))
+        width = 1
+        while width < self.block:
+            first, second = x.unflatten(-1, (-1, 2, width)).unbind(-2)
+            x = torch.stack([first + second, first - second], dim=-2).flatten(-3)
+            width *= 2
+        return x.flatten(-2) / math.sqrt(self.block)
 
     inverse = forward
-
-    def _matrix(self, device: torch.device) -> torch.Tensor:
-        if device not in self._matrices:
-            matrix = torch.ones(1, 1)
-            while matrix.shape[0] < self.block:
-                matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-            self._matrices[device] = (matrix / math.sqrt(self.block)).to(device)
-        return self._matrices[device]
