@@ -155,7 +155,7 @@ class MixKVQConfig(Options):
         target_bits: instead of thresholds, average bits of a key element that each head may spend on its channels,
             2 to 16, (min, max) not counted. The default is 2.5, unless thresholds are given.
         importance: "query", or "none" to rank channels by quantization difficulty alone.
-        importance_window: "all" queries up to a page's end count for it, or only those of the "page" itself.
+        importance_window: "all" queries up to a page's end count for it, or only those since the "page" before.
         kernel: "auto", or the implementation that has to be used.
 
     Raises:

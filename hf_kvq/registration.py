@@ -166,7 +166,8 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
         layer = handles[0].layer
         try:
-            layer.observe_query(query)
+            if handles[0].is_current:
+                layer.observe_query(query)
             # A model that works on keys or values itself hands on other tensors, or these ones changed in place.
             touched = len(handles) < 2 or any(x.dense is not None for x in handles)
             touched = touched or value.layer is not layer or (key.is_value, value.is_value) != (False, True)

@@ -49,9 +49,14 @@ class KVHandle(torch.Tensor):
             self.dense = self.layer.dequantize(self.is_value)
         return self.dense
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the layer is as it was when it returned this handle."""
+        return self.change == self.layer.changes
+
     def check_current(self) -> None:
         """Raise `RuntimeError` if the layer has changed since it returned this handle."""
-        if self.change != self.layer.changes:
+        if not self.is_current:
             raise RuntimeError(
                 f"these {'values' if self.is_value else 'keys'} stand for {self.shape[2]} tokens of a cache layer "
                 "that has changed since; use what `update` returned before the next `update` or other change"

@@ -316,6 +316,8 @@ class KVQLayer(CacheLayerMixin):
         Raises:
             ValueError: `tokens_to_remove` is positive.
         """
+        # Assisted decoding may pass a tensor.
+        tokens_to_remove = int(tokens_to_remove)
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes the number of tokens to remove as a negative integer, got {tokens_to_remove}"

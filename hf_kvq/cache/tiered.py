@@ -30,7 +30,7 @@ class TieredLayer(FixedLayer):
     """Keys per channel in three tiers, values per token; a packed page is never touched again.
 
     The importance of a channel for a page is the mean magnitude of the queries of all tokens up to the page's end, so
-    the tiers are the same however the tokens arrive.
+    the tiers are the same however the tokens arrive. Queries of tokens that `crop` removes stay counted.
 
     Args:
         config: the cache's options.

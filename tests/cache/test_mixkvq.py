@@ -316,6 +316,21 @@ def test_a_handle_that_is_used_again_does_not_count_twice():
             assert_equal(cache.layers[0], simulation)
 
 
+def test_a_stale_handle_does_not_count_at_all():
+    # It is refused, and what it asked is not taken for what the newer tokens ask.
+    model = tiny_model()
+    cache, simulation = MixKVQCache(LlamaConfig(num_hidden_layers=1), RULES.options()), Simulation(RULES)
+    old, new = ([*kv(RULES, n, seed=n), queries(RULES, n, seed=n)] for n in (1, 3))
+    stale = cache.update(*old[:2], 0)
+    cache.update(*new[:2], 0)
+    with pytest.raises(RuntimeError, match="has changed since"):
+        ALL_ATTENTION_FUNCTIONS["sdpa"](model.model.layers[0].self_attn, old[2], *stale, None, scaling=0.25)
+    cache.layers[0].settle()
+    for data in (old, new):
+        simulation.update(*data[:2])
+    assert_equal(cache.layers[0], simulation)
+
+
 def test_layers_that_share_keys_count_their_own_queries_only():
     # In Gemma 3n the last layers attend to the keys of earlier ones.
     cache = generate(
