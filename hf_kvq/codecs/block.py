@@ -11,7 +11,7 @@ import torch
 
 from ..transforms import Transform
 from .packing import pack, packed_size, unpack
-from .uniform import decode, equivalent_right_shift, quantize, spread_groups
+from .uniform import decode_groups, equivalent_right_shift, quantize, scale_of
 
 
 Axis = Literal["token", "channel"]
@@ -80,10 +80,8 @@ class BlockCodec:
         codes, low, high = self.fields(blocks, bits)
         # Sorting the few packed bytes by head is cheaper than sorting what they unpack to.
         codes = unpack(codes.transpose(1, 2).contiguous(), bits, self.tokens, dim=-2)
-        low, high = (
-            spread_groups(r.transpose(1, 2), self.group_size, codes.shape[self._dim], self._dim) for r in (low, high)
-        )
-        return decode(codes, low, high, bits).flatten(2, 3)
+        low, high = low.transpose(1, 2), high.transpose(1, 2)
+        return decode_groups(codes, low, scale_of(low, high, bits), self.group_size, self._dim).flatten(2, 3)
 
     def shrink(self, blocks: torch.Tensor, bits: int) -> torch.Tensor:
         """Blocks of width `2 * bits` at width `bits`: uint8 [..., nbytes(2 * bits)] -> [..., nbytes(bits)].

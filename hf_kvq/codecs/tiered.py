@@ -9,7 +9,7 @@ import torch
 
 from .block import BlockCodec
 from .packing import pack, packed_size, unpack
-from .uniform import encode, group_range, narrow, scale_of, spread_groups
+from .uniform import decode_groups, encode, group_range, narrow, scale_of
 
 
 UINT2, UINT4, BF16 = 0, 1, 2
@@ -144,12 +144,10 @@ class TieredKeyCodec:
         step = scale_of(low, high, 2)
         fine = scale_of(low[at_low], high[at_low], 4)
         step[at_low] = 4 * fine
-        step, low = (
-            spread_groups(r.transpose(-1, -2), self.group_size, self.tokens, -2) for r in (step, low)
-        )  # fmt: skip
-        keys = torch.addcmul(low, codes.float(), step)
+        low, step = low.transpose(-1, -2), step.transpose(-1, -2)
+        keys = decode_groups(codes, low, step, self.group_size, -2)
         by_channel = keys.transpose(-1, -2)
-        fine = spread_groups(fine, self.group_size, self.tokens, -1)
+        fine = fine.repeat_interleave(self.group_size, dim=-1)[:, : self.tokens]
         by_channel[at_low] += unpack(block.low, 2, self.tokens).float() * fine
         by_channel[at_exact] = block.exact.float()
         return keys

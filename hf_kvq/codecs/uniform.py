@@ -44,11 +44,6 @@ def encode(x: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) ->
     return narrow(codes, 16, bits)
 
 
-def decode(codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
-    """`min + code * scale`, float32. `low` and `high` broadcast against `codes`."""
-    return torch.addcmul(low.float(), codes.float(), scale_of(low, high, bits))
-
-
 def equivalent_right_shift(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Halve the width of codes: `2 * bits` -> `bits`, integers only (PM-KVQ, section 3.2).
 
@@ -109,16 +104,23 @@ def dequantize(
 ) -> torch.Tensor:
     """Inverse of `quantize`: the values that the codes stand for, in the dtype of `low`."""
     _check(bits, group_size)
-    n = codes.shape[dim]
-    low, high = (spread_groups(r, group_size, n, dim) for r in (low, high))
-    return decode(codes, low, high, bits).to(low.dtype)
+    return decode_groups(codes, low, scale_of(low, high, bits), group_size, dim).to(low.dtype)
 
 
-def spread_groups(per_group: torch.Tensor, group_size: int, n: int, dim: int) -> torch.Tensor:
-    """One entry per group -> one entry per element along `dim` (`n` elements); a view where one group covers all."""
-    if per_group.shape[dim] == 1:
-        return per_group
-    return per_group.repeat_interleave(group_size, dim=dim).narrow(dim, 0, n)
+def decode_groups(
+    codes: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, group_size: int, dim: int
+) -> torch.Tensor:
+    """`low + code * scale`, float32, with one `low` and `scale` per group of `group_size` elements along `dim`."""
+    dim, n = dim % codes.ndim - codes.ndim, codes.shape[dim]
+    low, codes = low.float(), codes.float()
+    if low.shape[dim] == 1:
+        return torch.addcmul(low, codes, scale)
+    if n % group_size:
+        # The last group is shorter, so that groups are no dimension of their own.
+        low, scale = (x.repeat_interleave(group_size, dim=dim).narrow(dim, 0, n) for x in (low, scale))
+        return torch.addcmul(low, codes, scale)
+    values = torch.addcmul(low.unsqueeze(dim), codes.unflatten(dim, (-1, group_size)), scale.unsqueeze(dim))
+    return values.flatten(dim - 1, dim)
 
 
 def _check(bits: int, group_size: int) -> None:
