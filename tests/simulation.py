@@ -16,7 +16,7 @@ import torch
 
 WIDTHS = (16, 8, 4, 2)
 LIMIT = np.float32(2.0**126)
-TOKEN_PAGE = 32
+TOKEN_PAGE = 128
 
 
 def to_numpy(x: torch.Tensor) -> np.ndarray:
@@ -63,6 +63,14 @@ def pack(codes: np.ndarray, bits: int, axis: int) -> np.ndarray:
     for i, code in enumerate(codes):
         out[i % m] += code << (bits * (i // m))
     return np.moveaxis(out, 0, axis).astype(np.uint8)
+
+
+def cpu_order(packed: np.ndarray, is_value: bool) -> np.ndarray:
+    """Packed codes [heads, bytes, dim] with four channels of a key, or four byte rows of values, side by side."""
+    heads, rows, dim = packed.shape
+    if is_value:
+        return packed.reshape(heads, rows // 4, 4, dim).transpose(0, 1, 3, 2)
+    return packed.reshape(heads, rows, dim // 4, 4).transpose(0, 2, 1, 3) if dim % 4 == 0 else packed
 
 
 def hadamard(dim: int) -> np.ndarray:
@@ -163,12 +171,13 @@ class Page:
             self.sides.append((*quantize16(data, rules.group, axis), axis))
 
     def content(self, bits: int) -> torch.Tensor:
-        """All bytes of this page at `bits`: keys' codes, minima, maxima, then the values'."""
+        """All bytes of this page at `bits`: keys' codes, minima, maxima, then the values', as a CPU wants them."""
         if bits == 16:
             return torch.cat([x.contiguous().flatten().view(torch.uint8) for x in self.exact])
         pieces = []
-        for code16, low, high, _ in self.sides:
-            pieces.append(torch.from_numpy(pack(narrow(code16, bits), bits, axis=1).copy()).flatten())
+        for is_value, (code16, low, high, _) in enumerate(self.sides):
+            packed = pack(narrow(code16, bits), bits, axis=1)
+            pieces.append(torch.from_numpy(cpu_order(packed, is_value).copy()).flatten())
             for ranges in (low, high):
                 pieces.append(torch.from_numpy(ranges).to(self.rules.dtype).flatten().view(torch.uint8))
         return torch.cat(pieces)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from simulation import LIMIT, dequantize, narrow, pack, quantize16, to_numpy
+from simulation import LIMIT, cpu_order, dequantize, narrow, pack, quantize16, to_numpy
 
 
 UINT2, UINT4, BF16 = 0, 1, 2
@@ -124,11 +124,9 @@ class Page:
         code16, low, high = self.values
         value_bits = self.rules.key_bits or self.rules.value_bits
         pieces = []
-        for (codes, *ranges), bits in (
-            (key_sides, key_bits),
-            ((narrow(code16, value_bits), low, high), value_bits),
-        ):
-            pieces.append(torch.from_numpy(pack(codes, bits, axis=1)).flatten())
+        value_sides = narrow(code16, value_bits), low, high
+        for is_value, ((codes, *ranges), bits) in enumerate(((key_sides, key_bits), (value_sides, value_bits))):
+            pieces.append(torch.from_numpy(cpu_order(pack(codes, bits, axis=1), is_value).copy()).flatten())
             pieces += [torch.from_numpy(x).to(self.rules.dtype).flatten().view(torch.uint8) for x in ranges]
         return torch.cat(pieces)
 

@@ -7,11 +7,10 @@ import dataclasses
 
 import torch
 
-from ..codecs import BlockCodec
-from ..ops import PackedPart, require_kernel
+from ..ops import require_kernel
 from .body import PagedBody
 from .layer import KVQLayer
-from .layout import LayerLayout, LayerShape
+from .layout import LayerLayout, LayerShape, block_codecs
 from .padding import Padding
 from .rows import RowState
 
@@ -45,10 +44,7 @@ class FixedLayer(KVQLayer):
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        codecs = (
-            BlockCodec(shape.heads, self.page_tokens, shape.key_dim, keys.dtype, "channel", self.group_size),
-            BlockCodec(shape.heads, self.page_tokens, shape.value_dim, values.dtype, "token", self.group_size),
-        )
+        codecs = block_codecs(shape, self.page_tokens, "channel", self.group_size, None, keys.device.type)
         self.layout = LayerLayout(shape, self.sink_tokens, 0, *codecs, value_bits=self.value_bits)
         batch = keys.shape[0]
         self.body = self._make_body(batch)
@@ -73,8 +69,3 @@ class FixedLayer(KVQLayer):
         held = self.body.row_bytes // size
         if pages > held:
             self.body.resize(max(pages, held * 5 // 4) * size)
-
-    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
-        pages = self.body.pages(rows, self.key_bits)[:, : state.pages]
-        bits = self.layout.widths(self.key_bits)
-        return PackedPart(pages, self.layout.keys, self.layout.values, bits, mask, state.short)

@@ -7,26 +7,20 @@ import dataclasses
 import weakref
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..ops import ExactPart, PackedPart, Part, attend
+from .body import PagedBody
 from .handle import KVHandle
+from .layout import LayerLayout
 from .padding import Padding
 from .rows import RowState, runs
 
 
 _DEQUANTIZED_AT_ONCE = 4096
-
-
-class Body(Protocol):
-    """Storage of a layer's packed pages, all rows."""
-
-    def nbytes(self) -> int: ...
-
-    def select(self, indices: torch.Tensor) -> None: ...
 
 
 class KVQLayer(CacheLayerMixin):
@@ -59,7 +53,7 @@ class KVQLayer(CacheLayerMixin):
 
     @abstractmethod
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Set `body`, `sink` and `recent` for K and V like these, [batch, heads, any, head_dim]."""
+        """Set `layout`, `body`, `sink` and `recent` for K and V like these, [batch, heads, any, head_dim]."""
 
     @abstractmethod
     def _make_room(self, tokens: int) -> None:
@@ -68,10 +62,6 @@ class KVQLayer(CacheLayerMixin):
     @abstractmethod
     def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
         """Pack [rows, heads, n * page_tokens, head_dim] behind the pages of rows of one state."""
-
-    @abstractmethod
-    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
-        """The packed tokens of rows of one state; `mask` covers just them."""
 
     def check_room(self, batch: int, new_columns: int) -> None:  # noqa: B027
         """Raise if `new_columns` more columns are not allowed; the default allows any number."""
@@ -87,7 +77,8 @@ class KVQLayer(CacheLayerMixin):
         #: Counts what makes the handles returned so far stale.
         self.changes = getattr(self, "changes", 0) + 1
         self.states: list[RowState] = []
-        self.body: Body | None = None
+        self.layout: LayerLayout | None = None
+        self.body: PagedBody | None = None
         self.sink: tuple[torch.Tensor, torch.Tensor] | None = None
         self.recent: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -220,6 +211,12 @@ class KVQLayer(CacheLayerMixin):
         if state.pages:
             parts.append(self._packed_part(rows, state, packed_mask))
         return parts
+
+    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
+        """The packed tokens of rows of one state; `mask` covers just them."""
+        pages = self.body.pages(rows, state.bits)[:, : state.pages]
+        layout = self.layout
+        return PackedPart(pages, layout.keys, layout.values, layout.widths(state.bits), mask, state.short)
 
     def _exact_sink(self, rows: slice) -> list[torch.Tensor]:
         return [s[rows, :, : self.states[rows.start].sink] for s in self.sink]

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from ..codecs import BlockCodec
+from ..codecs.block import Axis
 from ..config import PMKVQConfig
-from ..transforms import HadamardRotation
+from ..ops import byte_orders
+from ..transforms import HadamardRotation, Transform
 
 
 #: Tokens that leave the window together where the codec does not dictate it.
-PAGE_TOKENS = 32
+PAGE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,11 @@ class LayerLayout:
     value_bits: int | None = None
 
     @classmethod
-    def of(cls, config: PMKVQConfig, shape: LayerShape) -> LayerLayout:
+    def of(cls, config: PMKVQConfig, shape: LayerShape, device_type: str = "cpu") -> LayerLayout:
         page = config.group_size if config.key_codec == "channel" else PAGE_TOKENS
         transform = HadamardRotation(shape.value_dim) if config.transform == "hadamard" else None
-        common = (shape.heads, page)
-        return cls(
-            shape,
-            config.sink_tokens,
-            config.window,
-            BlockCodec(*common, shape.key_dim, shape.dtype, config.key_codec, config.group_size),
-            BlockCodec(*common, shape.value_dim, shape.dtype, "token", config.group_size, transform),
-        )
+        codecs = block_codecs(shape, page, config.key_codec, config.group_size, transform, device_type)
+        return cls(shape, config.sink_tokens, config.window, *codecs)
 
     @property
     def page_tokens(self) -> int:
@@ -89,6 +85,18 @@ class LayerLayout:
         while bits > fbit and pages * self.page_bytes(bits) > body_bytes:
             bits //= 2
         return bits
+
+
+def block_codecs(
+    shape: LayerShape, tokens: int, key_axis: Axis, group_size: int, transform: Transform | None, device_type: str
+) -> tuple[BlockCodec, BlockCodec]:
+    """Codecs of keys and of values, per token, whose bytes lie as the kernels of `device_type` want them."""
+    orders = byte_orders(device_type, shape.key_dim)
+    common = (shape.heads, tokens)
+    return (
+        BlockCodec(*common, shape.key_dim, shape.dtype, key_axis, group_size, None, orders[0]),
+        BlockCodec(*common, shape.value_dim, shape.dtype, "token", group_size, transform, orders[1]),
+    )
 
 
 def length_for_budget(layout: LayerLayout, fbits: Sequence[int], budget_bytes: int) -> int:

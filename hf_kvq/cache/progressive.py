@@ -9,7 +9,7 @@ import torch
 from transformers.utils import logging
 
 from ..config import PMKVQConfig
-from ..ops import PackedPart, require_kernel
+from ..ops import require_kernel
 from .body import PagedBody
 from .layer import KVQLayer, count_tokens
 from .layout import LayerLayout, LayerShape, length_for_budget
@@ -59,7 +59,7 @@ class ProgressiveLayer(KVQLayer):
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        self.layout = LayerLayout.of(self.config, shape)
+        self.layout = LayerLayout.of(self.config, shape, keys.device.type)
         if self.config.budget_bytes is not None:
             self.max_length = length_for_budget(self.layout, self.all_fbits, self.config.budget_bytes)
         self.page_tokens = self.layout.page_tokens
@@ -114,9 +114,3 @@ class ProgressiveLayer(KVQLayer):
             self.body.narrow(rows, state.pages, state.bits, bits)
         self.body.write(rows, state.pages, bits, keys, values)
         return dataclasses.replace(state, bits=bits, pages=pages)
-
-    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
-        pages = self.body.pages(rows, state.bits)[:, : state.pages]
-        return PackedPart(
-            pages, self.layout.keys, self.layout.values, self.layout.widths(state.bits), mask, state.short
-        )

@@ -61,8 +61,8 @@ class TieredLayer(FixedLayer):
         self.query_count = [0] * batch
 
     def _make_body(self, batch: int) -> TieredBody:
-        shape = self.layout.shape
-        codec = TieredKeyCodec(shape.heads, self.page_tokens, shape.key_dim, shape.dtype, self.group_size)
+        keys = self.layout.keys
+        codec = TieredKeyCodec(keys.heads, keys.tokens, keys.dim, keys.dtype, keys.group_size, keys.byte_order)
         return TieredBody(self.layout, codec, batch, self.device)
 
     # --- which channels matter -----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from ..transforms import Transform
-from .packing import pack, packed_size, unpack
+from .packing import deinterleave, interleave, pack, packed_size, unpack
 from .uniform import decode_groups, equivalent_right_shift, quantize, scale_of
 
 
@@ -22,7 +22,8 @@ class BlockCodec:
     """How `tokens` consecutive tokens of K or V ([heads, tokens, dim]) become bytes and come back.
 
     At 16 bits the block is the model's own data, untouched. Below, its bytes are the packed codes, in planes along the
-    tokens, followed by every group's minimum and then every group's maximum in the model's dtype.
+    tokens, followed by every group's minimum and then every group's maximum in the model's dtype. `byte_order` says
+    how the bytes of codes lie: it suits the device's kernels and changes nothing else.
 
     Args:
         heads: KV heads.
@@ -32,6 +33,8 @@ class BlockCodec:
         axis: "token" for groups along the channels of one token, "channel" for groups along the tokens of one channel.
         group_size: elements that share one (min, max); the last group may be shorter.
         transform: applied before quantization; codes stand for transformed data.
+        byte_order: (dim, count) of `hf_kvq.codecs.packing.interleave` for packed codes [tokens, dim], or None for
+            [tokens, dim] itself.
     """
 
     heads: int
@@ -41,6 +44,7 @@ class BlockCodec:
     axis: Axis
     group_size: int
     transform: Transform | None = field(default=None, compare=False)
+    byte_order: tuple[int, int] | None = None
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -66,8 +70,7 @@ class BlockCodec:
         if self.transform is not None:
             x = self.transform.forward(x).to(self.dtype)
         codes, low, high = quantize(x, bits, self.group_size, self._dim)
-        ranges = torch.stack([low, high], dim=-4)
-        return torch.cat([pack(codes, bits, dim=-2).flatten(-3), _as_bytes(ranges, 4)], dim=-1)
+        return self.join(pack(codes, bits, dim=-2), low, high)
 
     def decode(self, blocks: torch.Tensor, bits: int) -> torch.Tensor:
         """uint8 [rows, blocks, nbytes(bits)] -> [rows, heads, blocks * tokens, dim].
@@ -90,24 +93,35 @@ class BlockCodec:
         """
         if bits == 8:
             return self.encode(blocks.view(self.dtype).unflatten(-1, (self.heads, self.tokens, self.dim)), bits)
-        codes = unpack(blocks[..., : self.code_bytes(2 * bits)].unflatten(-1, (self.heads, -1, self.dim)), 2 * bits,
-                       self.tokens, dim=-2)  # fmt: skip
-        codes = pack(equivalent_right_shift(codes, bits), bits, dim=-2)
-        return torch.cat([codes.flatten(-3), blocks[..., self.code_bytes(2 * bits) :]], dim=-1)
+        codes, low, high = self.fields(blocks, 2 * bits)
+        codes = equivalent_right_shift(unpack(codes, 2 * bits, self.tokens, dim=-2), bits)
+        return self.join(pack(codes, bits, dim=-2), low, high)
 
     def restore(self, x: torch.Tensor, bits: int) -> torch.Tensor:
         """Undo the transform on decoded data ([..., dim])."""
         return x if bits == 16 or self.transform is None else self.transform.inverse(x)
 
+    def join(self, codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+        """The block's bytes, given its packed codes [..., heads, bytes, dim] and its groups' (min, max)."""
+        if self.byte_order is not None:
+            codes = interleave(codes, *self.byte_order).flatten(-2)
+        ranges = torch.stack([low, high], dim=-4)
+        return torch.cat([codes.flatten(-3), _as_bytes(ranges, 4)], dim=-1)
+
+    def fields(self, blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Inverse of `join`; (min, max) are views."""
+        n = self.code_bytes(bits)
+        ranges = blocks[..., n:].view(self.dtype).unflatten(-1, (2, self.heads, *self.groups))
+        codes = blocks[..., :n].unflatten(-1, (self.heads, -1))
+        if self.byte_order is None:
+            return codes.unflatten(-1, (-1, self.dim)), *ranges.unbind(-4)
+        dim, count = self.byte_order
+        lines = self.dim if dim == -2 else n // self.heads // self.dim
+        return deinterleave(codes.unflatten(-1, (-1, lines, count)), dim), *ranges.unbind(-4)
+
     @property
     def _dim(self) -> int:
         return -1 if self.axis == "token" else -2
-
-    def fields(self, blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Views of the packed codes and of each group's minimum and maximum."""
-        n = self.code_bytes(bits)
-        ranges = blocks[..., n:].view(self.dtype).unflatten(-1, (2, self.heads, *self.groups))
-        return blocks[..., :n].unflatten(-1, (self.heads, -1, self.dim)), *ranges.unbind(-4)
 
 
 def _as_bytes(x: torch.Tensor, dims: int) -> torch.Tensor:

@@ -50,6 +50,21 @@ def unpack(packed: torch.Tensor, bits: int, n: int, dim: int = -1) -> torch.Tens
     return planes.flatten(dim, dim + 1).narrow(dim, 0, n)
 
 
+def interleave(packed: torch.Tensor, dim: int, count: int) -> torch.Tensor:
+    """Bring `count` neighbours along `dim` (-1 or -2) next to each other in memory.
+
+    [..., a, b] -> [..., a / count, b, count] for dim -2, [..., b / count, a, count] for dim -1. A kernel whose inner
+    product runs along `dim` finds `count` of its factors in one word.
+    """
+    words = packed.unflatten(dim, (-1, count))
+    return words.transpose(-1, -2) if dim == -2 else words.transpose(-3, -2)
+
+
+def deinterleave(words: torch.Tensor, dim: int) -> torch.Tensor:
+    """Inverse of `interleave`."""
+    return words.transpose(-1, -2).flatten(-3, -2) if dim == -2 else words.transpose(-3, -2).flatten(-2, -1)
+
+
 def _check(bits: int) -> None:
     if bits not in (8, 4, 2):
         raise ValueError(f"codes are packed at 8, 4 or 2 bits, got bits={bits!r}")

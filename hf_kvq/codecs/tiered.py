@@ -9,7 +9,7 @@ import torch
 
 from .block import BlockCodec
 from .packing import pack, packed_size, unpack
-from .uniform import decode_groups, encode, group_range, narrow, scale_of
+from .uniform import decode_groups, group_range, narrow, quantize, scale_of
 
 
 UINT2, UINT4, BF16 = 0, 1, 2
@@ -84,7 +84,7 @@ class TieredKeyCodec:
     """Codec of key pages, [heads, tokens, dim], with channels in tiers.
 
     Args:
-        heads, tokens, dim, dtype, group_size: as in `BlockCodec`; groups run along the tokens.
+        heads, tokens, dim, dtype, group_size, byte_order: as in `BlockCodec`; groups run along the tokens.
     """
 
     heads: int
@@ -92,6 +92,7 @@ class TieredKeyCodec:
     dim: int
     dtype: torch.dtype
     group_size: int
+    byte_order: tuple[int, int] | None = None
 
     def __post_init__(self):
         if self.dim > 256:
@@ -100,7 +101,9 @@ class TieredKeyCodec:
     @property
     def dense(self) -> BlockCodec:
         """Layout of the regular part."""
-        return BlockCodec(self.heads, self.tokens, self.dim, self.dtype, "channel", self.group_size)
+        return BlockCodec(
+            self.heads, self.tokens, self.dim, self.dtype, "channel", self.group_size, byte_order=self.byte_order
+        )
 
     @property
     def low_bytes(self) -> int:
@@ -114,18 +117,15 @@ class TieredKeyCodec:
     def encode(self, keys: torch.Tensor, tiers: torch.Tensor) -> TieredBlock:
         """Pages [pages, heads, tokens, dim] with the tier of each channel, [pages, heads, dim], as bytes."""
         keys = keys.to(self.dtype)
-        groups = [(x, *group_range(x, -2)) for x in keys.split(self.group_size, dim=-2)]
-        low, high = (torch.cat([g[i] for g in groups], dim=-2) for i in (1, 2))
-        code4 = torch.cat([encode(x, a, b, 4) for x, a, b in groups], dim=-2)
+        code4, low, high = quantize(keys, 4, self.group_size, -2)
         tier = tiers[..., None, :]
         # The upper bits of a UINT4 channel are `code >> 2`, not its 2-bit code: with the lower ones they are exact.
         codes = torch.where(tier == UINT4, code4 >> 2, narrow(code4, 4, 2))
         codes, low, high = (x.masked_fill(tier == BF16, 0) for x in (codes, low, high))
-        ranges = torch.stack([low, high], dim=-4).contiguous().flatten(-4).view(torch.uint8)
         by_channel = code4.transpose(-1, -2), keys.transpose(-1, -2)
         uint4, bf16 = (tiers == t for t in (UINT4, BF16))
         return TieredBlock(
-            dense=torch.cat([pack(codes, 2, dim=-2).flatten(-3), ranges], dim=-1),
+            dense=self.dense.join(pack(codes, 2, dim=-2), low, high),
             counts=torch.stack([uint4.sum(-1), bf16.sum(-1)], dim=-1).to(torch.int16),
             low=pack(by_channel[0][uint4] & 3, 2),
             low_channel=uint4.nonzero()[:, -1].to(torch.uint8),

@@ -9,9 +9,20 @@ from . import naive
 from .parts import ExactPart, PackedPart, Part
 
 
-__all__ = ["ExactPart", "PackedPart", "Part", "attend", "require_kernel"]
+__all__ = ["ExactPart", "PackedPart", "Part", "attend", "byte_orders", "require_kernel"]
 
 _IMPLEMENTATIONS = {"torch": naive.attend}
+
+
+def byte_orders(device_type: str, key_dim: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
+    """How the packed codes [tokens, dim] of keys and of values are interleaved on a device, as (dim, count).
+
+    CPUs multiply four bytes at a time along what an inner product sums over: channels for keys, tokens for values.
+    GPUs take 16-bit words whose planes are tokens.
+    """
+    if device_type != "cpu":
+        return (-2, 2), (-2, 2)
+    return (-1, 4) if key_dim % 4 == 0 else None, (-2, 4)
 
 
 def require_kernel(kernel: str) -> str:

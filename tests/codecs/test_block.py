@@ -1,11 +1,14 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
 from conftest import kv
 from hf_kvq.codecs import WIDTHS, BlockCodec
+from hf_kvq.ops import byte_orders
 from hf_kvq.transforms import HadamardRotation
 from simulation import Page, Rules
 
@@ -27,9 +30,11 @@ SHAPES = [
 def codecs(rules: Rules) -> tuple[BlockCodec, BlockCodec]:
     transform = HadamardRotation(rules.value_dim) if rules.hadamard else None
     common = (rules.heads, rules.page)
+    axis = "channel" if rules.channel else "token"
+    orders = byte_orders("cpu", rules.key_dim)
     return (
-        BlockCodec(*common, rules.key_dim, rules.dtype, "channel" if rules.channel else "token", rules.group),
-        BlockCodec(*common, rules.value_dim, rules.dtype, "token", rules.group, transform),
+        BlockCodec(*common, rules.key_dim, rules.dtype, axis, rules.group, None, orders[0]),
+        BlockCodec(*common, rules.value_dim, rules.dtype, "token", rules.group, transform, orders[1]),
     )
 
 
@@ -59,6 +64,27 @@ def test_shrinking_equals_encoding_at_once(channel, hadamard):
         for bits in (8, 4, 2):
             block = codec.shrink(block, bits)
             assert torch.equal(block, codec.encode(x, bits))
+
+
+@pytest.mark.parametrize("order", [(-1, 4), (-2, 4), (-2, 2)])
+@pytest.mark.parametrize("bits", [8, 4, 2])
+def test_byte_order_only_moves_bytes(order, bits):
+    plain = BlockCodec(2, 32, 24, torch.bfloat16, "channel", 16)
+    ordered = dataclasses.replace(plain, byte_order=order)
+    x = torch.randn(3, 2, 32, 24, generator=torch.Generator().manual_seed(0))
+    block, moved = plain.encode(x, bits), ordered.encode(x, bits)
+    n, (dim, count) = plain.code_bytes(bits), order
+    codes = block[:, :n].reshape(3, 2, -1, 24)
+    for place, got in np.ndenumerate(moved[:, :n].reshape(3, 2, -1).numpy()):
+        # The word's position, line by line, and the byte in it.
+        word, byte = divmod(place[2], count)
+        at = divmod(word, 24) if dim == -2 else divmod(word, codes.shape[2])[::-1]
+        row, column = (at[0] * count + byte, at[1]) if dim == -2 else (at[0], at[1] * count + byte)
+        assert got == codes[place[0], place[1], row, column]
+    assert torch.equal(moved[:, n:], block[:, n:])
+    assert torch.equal(ordered.decode(moved[:, None], bits), plain.decode(block[:, None], bits))
+    if bits > 2:
+        assert torch.equal(ordered.shrink(moved, bits // 2), ordered.encode(x, bits // 2))
 
 
 def test_ranges_never_change_when_codes_shrink():

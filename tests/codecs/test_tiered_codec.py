@@ -19,6 +19,7 @@ from hf_kvq.codecs.tiered import (
     tiers_by_target,
     tiers_by_threshold,
 )
+from hf_kvq.ops import byte_orders
 from simulation_mixkvq import Page, Rules
 
 
@@ -36,7 +37,8 @@ SHAPES = [
 
 
 def codec_of(rules: Rules) -> TieredKeyCodec:
-    return TieredKeyCodec(rules.heads, rules.residual, rules.key_dim, rules.dtype, rules.group)
+    order = byte_orders("cpu", rules.key_dim)[0]
+    return TieredKeyCodec(rules.heads, rules.residual, rules.key_dim, rules.dtype, rules.group, order)
 
 
 def pages_of(rules: Rules, count: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[Page]]:
@@ -81,7 +83,10 @@ def test_bytes_and_values_equal_simulation(dtype, heads, dim, tokens, group):
 def test_one_tier_alone_is_the_ordinary_codec(dtype, heads, dim, tokens, group):
     rules = Rules(heads, 1, dim, 16, dtype, residual=tokens, group=group)
     keys, _, _ = pages_of(rules, 2)
-    codec, ordinary = codec_of(rules), BlockCodec(heads, tokens, dim, dtype, "channel", group)
+    codec, ordinary = (
+        codec_of(rules),
+        BlockCodec(heads, tokens, dim, dtype, "channel", group, byte_order=byte_orders("cpu", dim)[0]),
+    )
     for tier, bits in ((UINT2, 2), (UINT4, 4)):
         block = codec.encode(keys, torch.full((2, heads, dim), tier))
         whole = ordinary.encode(keys, bits)
