@@ -34,9 +34,23 @@ from transformers.utils import logging  # noqa: E402
 pytest.register_assert_rewrite("simulation")
 
 import hf_kvq.registration  # noqa: E402
-from hf_kvq import PMKVQCache, PMKVQConfig  # noqa: E402
+import simulation as simulation_module  # noqa: E402
+from hf_kvq import PMKVQCache, PMKVQConfig, ops  # noqa: E402
+from hf_kvq.cache import layer as layer_module  # noqa: E402
+from hf_kvq.cache import layout as layout_module  # noqa: E402
 from hf_kvq.registration import cache_argument  # noqa: E402
 from simulation import Rules, Simulation  # noqa: E402
+
+
+@pytest.fixture(autouse=True, scope="session")
+def the_definition() -> None:
+    """Unless a test asks for kernels by name, it is about meaning: attention by its definition, and short pages."""
+
+    def by_definition(query: torch.Tensor, parts: list, scaling: float, kernel: str) -> torch.Tensor:
+        return ops.attend(query, parts, scaling, "torch" if kernel == "auto" else kernel)
+
+    layer_module.attend = by_definition
+    layout_module.PAGE_TOKENS = simulation_module.TOKEN_PAGE
 
 
 VOCAB = 128

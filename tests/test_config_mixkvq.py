@@ -185,7 +185,7 @@ def test_defaults_are_the_documented_ones():
     assert (kivi.bits, kivi.residual, kivi.group_size, kivi.sink_tokens) == (2, 128, 32, 0)
 
 
-@pytest.mark.parametrize("kernel", ["triton", "cpu"])
+@pytest.mark.parametrize("kernel", ["triton"])
 @pytest.mark.parametrize("cache", [MixKVQCache, KIVICache])
 def test_a_named_kernel_that_cannot_run_is_refused(cache, kernel):
     with pytest.raises(RuntimeError, match=f"kernel='{kernel}'"):

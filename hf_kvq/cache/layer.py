@@ -191,7 +191,7 @@ class KVQLayer(CacheLayerMixin):
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _parts(self, rows: slice, queries: int, mask: torch.Tensor | None, is_causal: bool) -> list[Part]:
-        """All tokens of rows of one state: the exact ones together, and the packed ones if there are any."""
+        """All tokens of rows of one state."""
         state = self.states[rows.start]
         tokens = self.padding.tokens(rows.start, 0, self.columns)
         if mask is not None:
@@ -201,15 +201,20 @@ class KVQLayer(CacheLayerMixin):
         elif is_causal and queries > 1:
             column = torch.arange(self.columns, device=self.device)
             mask = (pick(column, tokens, dim=0) <= column[self.columns - queries :, None])[None, None]
-        sink, packed = state.sink, state.body(self.page_tokens)
-        exact_mask = packed_mask = None
-        if mask is not None:
-            exact_mask = torch.cat([mask[..., :sink], mask[..., sink + packed :]], dim=-1)
-            packed_mask = mask[..., sink : sink + packed]
-        keys, values = (torch.cat(pieces, dim=2) for pieces in zip(self._exact_sink(rows), self._exact_recent(rows)))
-        parts: list[Part] = [ExactPart(keys, values, exact_mask)]
+
+        def span(start: int, tokens: int) -> torch.Tensor | None:
+            return None if mask is None else mask[..., start : start + tokens]
+
+        packed = state.body(self.page_tokens)
+        parts: list[Part] = []
         if state.pages:
-            parts.append(self._packed_part(rows, state, packed_mask))
+            parts.append(self._packed_part(rows, state, span(state.sink, packed)))
+        start = 0
+        for is_recent, (keys, values) in enumerate(self._exact_pieces(rows)):
+            if is_recent == 1:
+                start += packed
+            parts.append(ExactPart(keys, values, span(start, keys.shape[2])))
+            start += keys.shape[2]
         return parts
 
     def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
@@ -218,16 +223,15 @@ class KVQLayer(CacheLayerMixin):
         layout = self.layout
         return PackedPart(pages, layout.keys, layout.values, layout.widths(state.bits), mask, state.short)
 
-    def _exact_sink(self, rows: slice) -> list[torch.Tensor]:
-        return [s[rows, :, : self.states[rows.start].sink] for s in self.sink]
-
-    def _exact_recent(self, rows: slice) -> list[torch.Tensor]:
-        """Exact tokens behind the body, the pending ones included."""
-        recent = [s[rows, :, : self.states[rows.start].recent] for s in self.recent]
-        if self._pending is None:
-            return recent
-        new = self.padding.tokens(rows.start, self._pending_start, self.columns)
-        return [torch.cat([r, pick(x[rows], new).to(r)], dim=2) for r, x in zip(recent, self._pending)]
+    def _exact_pieces(self, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of the exact tokens: the sink, and behind the body the recent and the pending ones."""
+        state = self.states[rows.start]
+        pieces = [tuple(s[rows, :, : state.sink] for s in self.sink)]
+        pieces.append(tuple(s[rows, :, : state.recent] for s in self.recent))
+        if self._pending is not None:
+            new = self.padding.tokens(rows.start, self._pending_start, self.columns)
+            pieces.append(tuple(pick(x[rows], new).to(s) for x, s in zip(self._pending, self.sink)))
+        return pieces
 
     def dequantize(self, value: bool) -> torch.Tensor:
         """All keys or values as attention sees them, [batch, heads, columns, head_dim]; padding columns are zero."""
@@ -236,7 +240,7 @@ class KVQLayer(CacheLayerMixin):
         )
         for rows in self._runs():
             state = self.states[rows.start]
-            pieces = [self._exact_sink(rows)[value], self._exact_recent(rows)[value]]
+            pieces = [piece[value] for piece in self._exact_pieces(rows)]
             if state.pages:
                 part = self._packed_part(rows, state, None)
                 packed = torch.cat([block[2 + value] for block in part.blocks(_DEQUANTIZED_AT_ONCE)], dim=2)

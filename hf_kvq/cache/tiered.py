@@ -16,7 +16,7 @@ from .fixed import FixedLayer
 from .layer import pick
 from .padding import Padding
 from .rows import RowState
-from .tiered_body import Records, TieredBody
+from .tiered_body import RECORDS, Records, TieredBody
 
 
 logger = logging.get_logger(__name__)
@@ -176,6 +176,10 @@ class TieredPart(PackedPart):
 
     codec: TieredKeyCodec = None
     records: list[Records] = field(default_factory=list)
+
+    def record_tensors(self) -> list[torch.Tensor]:
+        """UINT4 and BF16 channels of each row: low, low_channel, exact, exact_channel, counts."""
+        return [r.buffers[name] for r in self.records for name in (*RECORDS, "counts")]
 
     def decode_keys(self, first: int, last: int) -> torch.Tensor:
         dense = self.pages[:, first:last, : self._split]

@@ -13,7 +13,8 @@ from .body import PagedBody
 from .layout import LayerLayout
 
 
-_RECORDS = ("low", "low_channel", "exact", "exact_channel")
+#: Names of the records' buffers, beside "counts".
+RECORDS = ("low", "low_channel", "exact", "exact_channel")
 
 
 @dataclass
@@ -44,7 +45,7 @@ class Records:
         del self.before[first + 1 :]
         low, exact = self.before[first]
         self._put("counts", first, block.counts)
-        for name, start in zip(_RECORDS, (low, low, exact, exact)):
+        for name, start in zip(RECORDS, (low, low, exact, exact)):
             self._put(name, start, getattr(block, name))
         for page_low, page_exact in block.counts.sum(1).tolist():
             low, exact = low + page_low, exact + page_exact
@@ -54,7 +55,7 @@ class Records:
         """Pages `[first, last)`, whose regular part is `dense`; all views."""
         (low, exact), (low_end, exact_end) = self.before[first], self.before[last]
         spans = {"low": (low, low_end), "exact": (exact, exact_end)}
-        records = {name: self.buffers[name][slice(*spans[name.split("_")[0]])] for name in _RECORDS}
+        records = {name: self.buffers[name][slice(*spans[name.split("_")[0]])] for name in RECORDS}
         return TieredBlock(dense, self.buffers["counts"][first:last], **records)
 
     def counts(self, pages: int) -> torch.Tensor:

@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import torch
+from transformers.utils import logging
 
-from . import naive
+import hf_kvq_kernels
+
+from . import fused, naive
 from .parts import ExactPart, PackedPart, Part
 
 
 __all__ = ["ExactPart", "PackedPart", "Part", "attend", "byte_orders", "require_kernel"]
 
-_IMPLEMENTATIONS = {"torch": naive.attend}
+logger = logging.get_logger(__name__)
+
+# The kind of device that kernels of a name run on.
+_DEVICES = {"cpu": "cpu", "triton": "cuda"}
 
 
 def byte_orders(device_type: str, key_dim: int) -> tuple[tuple[int, int] | None, tuple[int, int] | None]:
@@ -26,21 +32,58 @@ def byte_orders(device_type: str, key_dim: int) -> tuple[tuple[int, int] | None,
 
 
 def require_kernel(kernel: str) -> str:
-    """The implementation that `kernel` stands for.
+    """`kernel`, unless it is the name of kernels that do not run here at all.
 
     Raises:
-        RuntimeError: a kernel asked for by name cannot run; `"auto"` never raises.
+        RuntimeError: it is; `"auto"` and `"torch"` never raise.
     """
-    if kernel == "auto":
-        return "torch"
-    if kernel not in _IMPLEMENTATIONS:
-        raise RuntimeError(
-            f"kernel={kernel!r} is not part of this version of hf_kvq, which has {', '.join(_IMPLEMENTATIONS)}; use "
-            "kernel='auto' to take the best one that runs here"
-        )
+    if kernel in _DEVICES:
+        device = _DEVICES[kernel]
+        if device != "cpu" and not torch.cuda.is_available():
+            raise RuntimeError(_refusal(kernel, "there is no GPU"))
+        reason = hf_kvq_kernels.why_not(torch.empty(1, 1, 1, 64, device=device), None)
+        if reason is not None:
+            raise RuntimeError(_refusal(kernel, reason))
     return kernel
 
 
-def attend(query: torch.Tensor, parts: list[Part], scaling: float, kernel: str = "torch") -> torch.Tensor:
-    """softmax(query @ K^T * scaling + mask) @ V; see `hf_kvq.ops.naive.attend` for shapes."""
-    return _IMPLEMENTATIONS[kernel](query, parts, scaling)
+def attend(query: torch.Tensor, parts: list[Part], scaling: float, kernel: str = "auto") -> torch.Tensor:
+    """softmax(query @ K^T * scaling + mask) @ V; see `hf_kvq.ops.naive.attend` for shapes.
+
+    Args:
+        kernel: "torch" for plain torch, "cpu" or "triton" for fused kernels, "auto" for fused kernels where they run
+            and plain torch elsewhere.
+
+    Raises:
+        RuntimeError: the kernels asked for by name cannot do this.
+    """
+    if kernel == "torch":
+        return naive.attend(query, parts, scaling)
+    reason = _why_not(query, parts, kernel)
+    if reason is None:
+        return fused.attend(query, parts, scaling, hf_kvq_kernels.attend)
+    if kernel != "auto":
+        raise RuntimeError(_refusal(kernel, reason))
+    logger.warning_once(f"attention over the quantized cache runs in plain torch, which is slower: {reason}")
+    return naive.attend(query, parts, scaling)
+
+
+def _why_not(query: torch.Tensor, parts: list[Part], kernel: str) -> str | None:
+    """Why fused kernels, those called `kernel` or any, cannot attend to these parts."""
+    if kernel != "auto" and query.device.type != _DEVICES[kernel]:
+        return f"the cache is on {query.device.type}"
+    dtypes = {part.keys.dtype for part in parts}
+    if not dtypes.issubset(hf_kvq_kernels.DTYPES):
+        return f"the cache holds {', '.join(map(str, dtypes))}"
+    packed = next((part for part in parts if isinstance(part, PackedPart)), None)
+    layout = None
+    if packed is not None:
+        orders = byte_orders(query.device.type, packed.keys.dim)
+        if (packed.keys.byte_order, packed.values.byte_order) != orders:
+            return "its codes are laid out for another kind of device"
+        layout = fused.page_layout(packed.keys, packed.values, packed.bits)
+    return hf_kvq_kernels.why_not(query, layout)
+
+
+def _refusal(kernel: str, reason: str) -> str:
+    return f"kernel={kernel!r} cannot run: {reason}. Use kernel='auto' to take the best one that can"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .parts import Part
+from .parts import ExactPart, Part
 
 
 # Elements of one block's scores; bounds the working memory whatever the history's length.
@@ -30,11 +30,35 @@ def attend(query: torch.Tensor, parts: list[Part], scaling: float) -> torch.Tens
     Returns:
         [rows, query heads, queries, value_dim] in the query's dtype. A query that sees no token gets zeros.
     """
-    outs = []
+    parts, outs = _with_exact_joined(parts), []
     for start in range(0, query.shape[2], _BLOCK_QUERIES):
         queries = slice(start, start + _BLOCK_QUERIES)
         outs.append(_attend_block(query[:, :, queries], parts, scaling, queries))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+
+
+def _with_exact_joined(parts: list[Part]) -> list[Part]:
+    """The same tokens, with the exact ones in one part."""
+    exact = [part for part in parts if isinstance(part, ExactPart)]
+    if len(exact) < 2:
+        return parts
+    masks = [part.mask for part in exact]
+    if any(mask is not None for mask in masks):
+        # A mask of the other parts' kind for those that have none, and one size for all.
+        like = next(mask for mask in masks if mask is not None)
+        fill = 1 if like.dtype == torch.bool else 0
+        masks = [
+            like.new_full((1, 1, 1, part.keys.shape[2]), fill) if mask is None else mask
+            for part, mask in zip(exact, masks)
+        ]
+        shape = torch.broadcast_shapes(*(mask.shape[:3] for mask in masks))
+        masks = [mask.expand(*shape, mask.shape[3]) for mask in masks]
+    joined = ExactPart(
+        torch.cat([part.keys for part in exact], dim=2),
+        torch.cat([part.values for part in exact], dim=2),
+        None if masks[0] is None else torch.cat(masks, dim=3),
+    )
+    return [joined, *(part for part in parts if not isinstance(part, ExactPart))]
 
 
 def _attend_block(query: torch.Tensor, parts: list[Part], scaling: float, queries: slice) -> torch.Tensor:

@@ -107,5 +107,14 @@ class PackedPart:
         return self.values.restore(out, self.bits[1])
 
     @property
+    def is_transformed(self) -> bool:
+        """Whether `restore` does anything."""
+        return self.values.transform is not None and self.bits[1] != 16
+
+    def record_tensors(self) -> list[torch.Tensor]:
+        """What kernels need beyond the pages."""
+        return []
+
+    @property
     def _split(self) -> int:
         return self.keys.nbytes(self.bits[0])

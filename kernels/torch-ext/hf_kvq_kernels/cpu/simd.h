@@ -1,0 +1,131 @@
+// Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+//
+// Vectors of VB bytes by the compilers' own extension, and the one instruction that each processor spells differently:
+// four unsigned codes times four signed coefficients, summed into a 32-bit lane.
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#if defined(__AVX512F__) && defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#include <immintrin.h>
+#define VB 64
+#define ROWS_AT_ONCE 4
+#elif defined(__AVX2__)
+#include <immintrin.h>
+#define VB 32
+#define ROWS_AT_ONCE 2
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define VB 16
+#define ROWS_AT_ONCE 4
+#else
+#define VB 16
+#define ROWS_AT_ONCE 2
+#endif
+#define LANES (VB / 4)
+#define INLINE static inline __attribute__((always_inline))
+
+typedef int32_t ints __attribute__((vector_size(VB)));
+typedef float floats __attribute__((vector_size(VB)));
+typedef uint32_t words __attribute__((vector_size(VB)));
+
+INLINE floats load_floats(const float *from) {
+    floats x;
+    memcpy(&x, from, VB);
+    return x;
+}
+
+INLINE void store_floats(float *to, floats x) { memcpy(to, &x, VB); }
+
+INLINE floats larger(floats a, floats b) {
+#if VB == 64
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VB == 32
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    const ints is = a > b;
+    return (floats)(((ints)a & is) | ((ints)b & ~is));
+#endif
+}
+
+INLINE float sum_of(floats x) {
+#if VB == 64
+    return _mm512_reduce_add_ps((__m512)x);
+#else
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+#endif
+}
+
+INLINE float largest_of(floats x) {
+#if VB == 64
+    return _mm512_reduce_max_ps((__m512)x);
+#else
+    float most = x[0];
+    for (int i = 1; i < LANES; i++) most = x[i] > most ? x[i] : most;
+    return most;
+#endif
+}
+
+// The lowest byte of each lane.
+INLINE void store_bytes(int8_t *to, ints x) {
+#if VB == 64
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+#else
+    for (int i = 0; i < LANES; i++) to[i] = (int8_t)x[i];
+#endif
+}
+
+INLINE words load_words(const uint8_t *from) {
+    words x;
+    memcpy(&x, from, VB);
+    return x;
+}
+
+// The first `count` lanes; the others are zero and their memory is not touched.
+INLINE words load_some_words(const uint8_t *from, int count) {
+#if VB == 64
+    return (words)_mm512_maskz_loadu_epi32((__mmask16)((1u << count) - 1), from);
+#else
+    words x = {0};
+    memcpy(&x, from, 4 * (size_t)count);
+    return x;
+#endif
+}
+
+INLINE ints broadcast(const int8_t *four) {
+    int32_t x;
+    memcpy(&x, four, 4);
+    return (ints){0} + x;
+}
+
+// sum + codes . coefficients in each lane. Codes of 8 bits need `wide` on processors whose products are signed or
+// saturate at 16 bits.
+INLINE ints dot4(ints sum, words codes, ints coefficients, int wide) {
+#if VB == 64
+    (void)wide;
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, (__m512i)coefficients);
+#elif VB == 32
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i pairs = _mm256_maddubs_epi16((__m256i)(wide ? codes & 0x7f7f7f7f : codes), (__m256i)coefficients);
+    sum += (ints)_mm256_madd_epi16(pairs, ones);
+    if (wide) {
+        pairs = _mm256_maddubs_epi16((__m256i)((codes >> 7) & 0x01010101), (__m256i)coefficients);
+        sum += (ints)_mm256_madd_epi16(pairs, ones) << 7;
+    }
+    return sum;
+#elif defined(__ARM_FEATURE_DOTPROD)
+    int8x16_t low = (int8x16_t)(wide ? codes & 0x7f7f7f7f : codes);
+    sum = (ints)vdotq_s32((int32x4_t)sum, low, (int8x16_t)coefficients);
+    if (wide)
+        sum += (ints)vdotq_s32((int32x4_t){0}, (int8x16_t)((codes >> 7) & 0x01010101), (int8x16_t)coefficients) << 7;
+    return sum;
+#else
+    (void)wide;
+    for (int byte = 0; byte < 4; byte++)
+        sum += (ints)((codes >> (8 * byte)) & 0xff) * ((coefficients << (24 - 8 * byte)) >> 24);
+    return sum;
+#endif
+}
