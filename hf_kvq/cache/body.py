@@ -5,11 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from ..ops import encode_blocks, shrink_pages
 from .layout import LayerLayout
-
-
-# Tokens converted at once; bounds the working memory of a shrink and of a long prompt.
-_TOKENS_AT_ONCE = 2048
 
 
 class PagedBody:
@@ -19,8 +16,8 @@ class PagedBody:
     self, so walking upwards narrows a whole row in place, and each halving doubles the capacity.
     """
 
-    def __init__(self, layout: LayerLayout, row_bytes: int, batch: int, device: torch.device):
-        self.layout = layout
+    def __init__(self, layout: LayerLayout, row_bytes: int, batch: int, device: torch.device, kernel: str):
+        self.layout, self.kernel = layout, kernel
         self.data = torch.empty(batch, row_bytes, dtype=torch.uint8, device=device)
 
     @property
@@ -32,10 +29,6 @@ class PagedBody:
         """Bytes of all rows."""
         return self.data.nbytes
 
-    @property
-    def _step(self) -> int:
-        return max(1, _TOKENS_AT_ONCE // self.layout.page_tokens)
-
     def pages(self, rows: slice, bits: int) -> torch.Tensor:
         """View of all page slots of `rows` at `bits`: uint8 [rows, capacity, page_bytes(bits)]."""
         size = self.layout.page_bytes(bits)
@@ -44,25 +37,16 @@ class PagedBody:
 
     def write(self, rows: slice, first: int, bits: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Encode [rows, heads, n * page_tokens, dim] into the pages from `first` on."""
-        slots = self.pages(rows, bits)[:, first:]
         blocks = [x.unflatten(2, (-1, self.layout.page_tokens)).transpose(1, 2) for x in (keys, values)]
-        for i in range(0, blocks[0].shape[1], self._step):
-            k, v = (x[:, i : i + self._step] for x in blocks)
-            key_bits, value_bits = self.layout.widths(bits)
-            page = torch.cat([self.layout.keys.encode(k, key_bits), self.layout.values.encode(v, value_bits)], dim=-1)
-            slots[:, i : i + page.shape[1]] = page
+        slots = self.pages(rows, bits)[:, first : first + blocks[0].shape[1]]
+        key_bits, value_bits = self.layout.widths(bits)
+        split = self.layout.keys.nbytes(key_bits)
+        encode_blocks(self.layout.keys, blocks[0], key_bits, slots[..., :split], self.kernel)
+        encode_blocks(self.layout.values, blocks[1], value_bits, slots[..., split:], self.kernel)
 
     def narrow(self, rows: slice, count: int, bits: int, target_bits: int) -> None:
         """Bring the first `count` pages of `rows` from `bits` to `target_bits`, in place."""
-        source, target = self.pages(rows, bits), self.pages(rows, target_bits)
-        for i in range(0, count, self._step):
-            stop = min(i + self._step, count)
-            page, width = source[:, i:stop], bits
-            while width > target_bits:
-                split = self.layout.keys.nbytes(width)
-                keys, values, width = page[..., :split], page[..., split:], width // 2
-                page = torch.cat([self.layout.keys.shrink(keys, width), self.layout.values.shrink(values, width)], -1)
-            target[:, i:stop] = page
+        shrink_pages(self.data[rows], count, (self.layout.keys, self.layout.values), bits, target_bits, self.kernel)
 
     def resize(self, row_bytes: int) -> None:
         """Give every row at least `row_bytes` bytes."""

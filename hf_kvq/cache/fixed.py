@@ -52,7 +52,7 @@ class FixedLayer(KVQLayer):
         self.recent = self._exact((keys, values), batch, self.page_tokens - 1)
 
     def _make_body(self, batch: int) -> PagedBody:
-        return PagedBody(self.layout, 0, batch, self.device)
+        return PagedBody(self.layout, 0, batch, self.device, self.kernel)
 
     def _make_room(self, tokens: int) -> None:
         """Nothing to do: the exact parts have their final size, and the body grows with its pages."""

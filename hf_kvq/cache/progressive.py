@@ -68,7 +68,7 @@ class ProgressiveLayer(KVQLayer):
         # The schedule goes by what was budgeted, whatever is allocated later on: a row that needs more must not change
         # the widths of the others.
         self.body_bytes, self._room = pages * self.layout.page_bytes(self.fbit), self.max_length
-        self.body = PagedBody(self.layout, self.body_bytes, batch, keys.device)
+        self.body = PagedBody(self.layout, self.body_bytes, batch, keys.device, self.kernel)
         self.sink, self.recent = (self._exact((keys, values), batch, n) for n in (sink, recent))
 
     def check_room(self, batch: int, new_columns: int) -> None:

@@ -63,7 +63,7 @@ class TieredLayer(FixedLayer):
     def _make_body(self, batch: int) -> TieredBody:
         keys = self.layout.keys
         codec = TieredKeyCodec(keys.heads, keys.tokens, keys.dim, keys.dtype, keys.group_size, keys.byte_order)
-        return TieredBody(self.layout, codec, batch, self.device)
+        return TieredBody(self.layout, codec, batch, self.device, self.kernel)
 
     # --- which channels matter -----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..codecs.tiered import TieredBlock, TieredKeyCodec
+from ..ops import encode_blocks, encode_tiers
 from .body import PagedBody
 from .layout import LayerLayout
 
@@ -78,8 +79,8 @@ class Records:
 class TieredBody(PagedBody):
     """Pages of every row: the dense keys and the values in one allocation, each row's records beside."""
 
-    def __init__(self, layout: LayerLayout, codec: TieredKeyCodec, batch: int, device: torch.device):
-        super().__init__(layout, 0, batch, device)
+    def __init__(self, layout: LayerLayout, codec: TieredKeyCodec, batch: int, device: torch.device, kernel: str):
+        super().__init__(layout, 0, batch, device, kernel)
         self.codec = codec
         self.records = [Records.empty(codec, device) for _ in range(batch)]
 
@@ -89,11 +90,10 @@ class TieredBody(PagedBody):
         """Encode [rows, heads, page_tokens, dim] into one page; `tiers` has each channel's, [rows, heads, dim]."""
         slots = self.pages(rows, 2)[:, page]
         split = self.layout.keys.nbytes(2)
-        slots[:, split:] = self.layout.values.encode(values, self.layout.widths(2)[1])
+        value_bits = self.layout.widths(2)[1]
+        encode_blocks(self.layout.values, values[:, None], value_bits, slots[:, None, split:], self.kernel)
         for i, row in enumerate(range(rows.start, rows.stop)):
-            block = self.codec.encode(keys[i : i + 1], tiers[i : i + 1])
-            slots[i, :split] = block.dense
-            self.records[row].write(page, block)
+            self.records[row].write(page, encode_tiers(self.codec, keys[i], tiers[i], slots[i, :split], self.kernel))
 
     def nbytes(self) -> int:
         return super().nbytes() + sum(records.nbytes() for records in self.records)

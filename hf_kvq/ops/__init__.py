@@ -9,10 +9,21 @@ from transformers.utils import logging
 import hf_kvq_kernels
 
 from . import fused, naive
+from .packing import encode_blocks, encode_tiers, shrink_pages
 from .parts import ExactPart, PackedPart, Part
 
 
-__all__ = ["ExactPart", "PackedPart", "Part", "attend", "byte_orders", "require_kernel"]
+__all__ = [
+    "ExactPart",
+    "PackedPart",
+    "Part",
+    "attend",
+    "byte_orders",
+    "encode_blocks",
+    "encode_tiers",
+    "require_kernel",
+    "shrink_pages",
+]
 
 logger = logging.get_logger(__name__)
 

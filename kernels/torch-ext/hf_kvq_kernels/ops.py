@@ -15,6 +15,14 @@ _LIBRARY.define(
     "attend(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] masks, Tensor? pages, Tensor? page_mask, "
     "Tensor? page_starts, Tensor[] records, int[] layout, float scaling, float softcap) -> (Tensor, Tensor)"
 )
+_LIBRARY.define("quantize_(Tensor x, Tensor(a!) out, int bits, bool per_channel, int group, int order) -> ()")
+_LIBRARY.define(
+    "quantize_tiers_(Tensor x, Tensor tiers, Tensor(a!) out, int group, int order) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define("shrink_(Tensor(a!) data, int pages, int[] layout, int to_bits, int key_order, int value_order) -> ()")
+
+#: How codes [byte rows, dim] of a block are interleaved, (dim, count), by number.
+BYTE_ORDERS = (None, (-1, 4), (-2, 4), (-2, 2))
 
 
 def attend(
@@ -57,6 +65,38 @@ def attend(
     return op(query, keys, values, masks, pages, page_mask, page_starts, records, list(layout or ()), scaling, softcap)
 
 
+def quantize_(x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int) -> None:
+    """Write blocks of keys or values as packed codes and (min, max), see `PageLayout`.
+
+    Args:
+        x: [rows, blocks, heads, tokens, dim], float32, bfloat16 or float16.
+        out: uint8 [rows, blocks, bytes], written.
+        bits: 8, 4 or 2.
+        per_channel: groups run along the tokens of a channel, not along the channels of a token.
+        group: elements that share one (min, max).
+        order: place in `BYTE_ORDERS`.
+    """
+    getattr(torch.ops, NAMESPACE).quantize_(x, out, bits, per_channel, group, order)
+
+
+def quantize_tiers_(
+    x: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, group: int, order: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Write one block of keys [heads, tokens, dim] with channels in tiers (0 UINT2, 1 UINT4, 2 BF16), [heads, dim].
+
+    Returns:
+        The block's records, in the order that `attend` takes them, without their counts.
+    """
+    return getattr(torch.ops, NAMESPACE).quantize_tiers_(x, tiers, out, group, order)
+
+
+def shrink_(
+    data: torch.Tensor, pages: int, layout: PageLayout, to_bits: int, key_order: int, value_order: int
+) -> None:
+    """Bring the first pages of uint8 [rows, bytes] from `layout`'s width to `to_bits`, in place and close together."""
+    getattr(torch.ops, NAMESPACE).shrink_(data, pages, list(layout), to_bits, key_order, value_order)
+
+
 def _attend_cpu(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
     layout = PageLayout(*layout) if layout else None
     return cpu.attend(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap)
@@ -70,8 +110,29 @@ def _attend_fake(query, keys, values, masks, pages, page_mask, page_starts, reco
     )
 
 
+def _quantize_tiers_fake(x, tiers, out, group, order):
+    context = torch.library.get_ctx()
+    low, exact = context.new_dynamic_size(), context.new_dynamic_size()
+    channels = (tiers.new_empty(n, dtype=torch.uint8) for n in (low, exact))
+    lines = tiers.new_empty(low, x.shape[1] // 4, dtype=torch.uint8), x.new_empty(exact, x.shape[1])
+    return tuple(part for pair in zip(lines, channels) for part in pair)
+
+
+def _shrink_cpu(data, pages, layout, to_bits, key_order, value_order):
+    cpu.shrink_(data, pages, PageLayout(*layout), to_bits, key_order, value_order)
+
+
 _LIBRARY.impl("attend", _attend_cpu, "CPU")
-torch.library.register_fake(f"{NAMESPACE}::attend", _attend_fake, lib=_LIBRARY)
+_LIBRARY.impl("quantize_", cpu.quantize_, "CPU")
+_LIBRARY.impl("quantize_tiers_", cpu.quantize_tiers_, "CPU")
+_LIBRARY.impl("shrink_", _shrink_cpu, "CPU")
+for _name, _fake in {
+    "attend": _attend_fake,
+    "quantize_": lambda *arguments: None,
+    "quantize_tiers_": _quantize_tiers_fake,
+    "shrink_": lambda *arguments: None,
+}.items():
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _fake, lib=_LIBRARY)
 
 
 def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
@@ -79,3 +140,10 @@ def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
     if query.device.type == "cpu":
         return cpu.why_not(query, layout)
     return f"there are no kernels for {query.device.type}"
+
+
+def why_not_packing(x: torch.Tensor) -> str | None:
+    """Why no kernel can pack such keys or values, or None if one can."""
+    if x.device.type == "cpu":
+        return cpu.why_not_packing(x)
+    return f"there are no kernels for {x.device.type}"

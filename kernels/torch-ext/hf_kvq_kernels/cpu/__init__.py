@@ -24,7 +24,8 @@ def _library() -> ctypes.CDLL | str:
         library = ctypes.CDLL(str(cached_library()))
     except (RuntimeError, OSError) as error:
         return str(error)
-    library.kvq_attend.argtypes = [ctypes.c_char_p]
+    for function in (library.kvq_attend, library.kvq_quantize, library.kvq_shrink):
+        function.argtypes = [ctypes.c_char_p]
     return library
 
 
@@ -37,6 +38,11 @@ def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
     if torch.is_grad_enabled() and query.requires_grad:
         return "the CPU kernels have no gradients"
     return _build_error() or (None if layout is None else _why_not_layout(layout))
+
+
+def why_not_packing(x: torch.Tensor) -> str | None:
+    """Why these kernels cannot pack such keys or values, or None if they can."""
+    return _build_error() if x.dtype in DTYPES else f"the CPU kernels do not take {x.dtype}"
 
 
 def _build_error() -> str | None:
@@ -101,6 +107,63 @@ def attend(
     if _library().kvq_attend(problem):
         raise MemoryError("attention over a quantized cache: no memory for its work space")
     return out, lse
+
+
+def quantize_(x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int) -> None:
+    """See `hf_kvq_kernels.quantize_`."""
+    _quantize(x, out, bits, per_channel, group, order, ())
+
+
+def quantize_tiers_(
+    x: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, group: int, order: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `hf_kvq_kernels.quantize_tiers_`."""
+    heads, tokens, dim = x.shape
+    tiers = tiers.to(torch.uint8).contiguous()
+    n_low, n_exact = int((tiers == 1).sum()), int((tiers == 2).sum())
+    records = (
+        tiers.new_empty(n_low, tokens // 4),
+        tiers.new_empty(n_low),
+        x.new_empty(n_exact, tokens),
+        tiers.new_empty(n_exact),
+    )
+    _quantize(x[None, None], out[None, None], 2, True, group, order, (tiers, *records))
+    return records
+
+
+def _quantize(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    bits: int,
+    per_channel: bool,
+    group: int,
+    order: int,
+    tensors: tuple[torch.Tensor, ...],
+) -> None:
+    alive: list[torch.Tensor] = []
+    x = _with_dense_last(x, alive)
+    rows, blocks, heads, tokens, dim = x.shape
+    strides = (x.element_size() * stride for stride in x.stride()[:4])
+    pointers = [tensor.data_ptr() for tensor in tensors] or [0] * 5
+    problem = struct.pack(
+        "=24q", x.data_ptr(), out.data_ptr(), rows, blocks, heads, tokens, dim, DTYPES.index(x.dtype), *strides,
+        out.stride(0), out.stride(1), bits, per_channel, group, order, torch.get_num_threads(), *pointers,
+    )  # fmt: skip
+    if _library().kvq_quantize(problem):
+        raise MemoryError("packing keys and values: no memory for the work space")
+
+
+def shrink_(
+    data: torch.Tensor, pages: int, layout: PageLayout, to_bits: int, key_order: int, value_order: int
+) -> None:
+    """See `hf_kvq_kernels.shrink_`."""
+    problem = struct.pack(
+        "=17q", data.data_ptr(), data.shape[0], data.stride(0), pages, layout.key_bits, to_bits, layout.heads,
+        layout.tokens, layout.dtype, torch.get_num_threads(), layout.key_dim, layout.key_per_channel,
+        layout.key_group, key_order, layout.value_dim, layout.value_group, value_order,
+    )  # fmt: skip
+    if _library().kvq_shrink(problem):
+        raise MemoryError("narrowing a quantized cache: no memory for the work space; the cache is as it was")
 
 
 def _with_dense_last(x: torch.Tensor, alive: list[torch.Tensor]) -> torch.Tensor:

@@ -14,9 +14,8 @@
 #include <omp.h>
 #endif
 
-#include "simd.h"
+#include "numbers.h"
 
-enum { FP32, BF16, FP16 };
 enum { NO_MASK, BOOL_MASK, ADDITIVE_MASK };
 
 typedef struct {
@@ -58,35 +57,7 @@ enum { EXACT_TOKENS = 32, PAIR = 2 * LANES };
 
 INLINE int64_t padded(int64_t dim) { return (dim + PAIR - 1) / PAIR * PAIR; }
 
-INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // --- numbers ---------------------------------------------------------------------------------------------------------
-
-INLINE float bits_to_float(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, 4);
-    return x;
-}
-
-INLINE float half_to_float(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff;
-    // Exponents are rebiased by a product, which gets subnormal numbers right as well.
-    float x = bits_to_float(rest << 13) * 0x1p112f;
-    if (rest >= 0x7c00) x = bits_to_float(0x7f800000 | (rest & 0x3ff) << 13);
-    uint32_t bits;
-    memcpy(&bits, &x, 4);
-    return bits_to_float(bits | sign);
-}
-
-static void to_floats(const uint8_t *restrict from, int64_t dtype, float *restrict to, int64_t n) {
-    const uint16_t *halves = (const uint16_t *)from;
-    if (dtype == FP32)
-        memcpy(to, from, 4 * (size_t)n);
-    else if (dtype == BF16)
-        for (int64_t i = 0; i < n; i++) to[i] = bits_to_float((uint32_t)halves[i] << 16);
-    else
-        for (int64_t i = 0; i < n; i++) to[i] = half_to_float(halves[i]);
-}
 
 // exp(x) for x <= 0, to about 1e-7; exactly 0 below -87, and NaN for NaN.
 INLINE floats exp_negative(floats x) {
@@ -444,10 +415,6 @@ INLINE Packed packed(const uint8_t *block, int64_t heads, int64_t head, int64_t 
     return (Packed){block + head * code_bytes, low, low + heads * range_bytes};
 }
 
-INLINE int64_t size_of(int64_t dtype) { return dtype == FP32 ? 4 : 2; }
-
-INLINE int64_t groups_of(int64_t n, int64_t group) { return (n + group - 1) / group; }
-
 // Tokens from `t` on that can be taken at once: of one plane, and before `end`.
 INLINE int run_of(int64_t t, int64_t end, int64_t plane) {
     return (int)least(least(2 * LANES, end - t), plane - t % plane);
@@ -656,8 +623,6 @@ static void packed_page(const Problem *p, State *s, const Tiers *tiers, const in
 }
 
 // --- the whole problem -----------------------------------------------------------------------------------------------
-
-INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static float *take(char **space, int64_t n) {
     float *taken = (float *)*space;

@@ -15,7 +15,8 @@ from pathlib import Path
 
 
 _FOLDER = Path(__file__).parent
-_SOURCES = ("attend.c", "simd.h")
+_SOURCES = ("attend.c", "quantize.c")
+_HEADERS = ("numbers.h", "simd.h")
 
 # Results must be what the source says, but nobody reads errno or floating point flags.
 _FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math")
@@ -64,7 +65,15 @@ def compile_library(compiler: str, name: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         made = Path(folder) / target.name
-        command = [compiler, *_FLAGS, *options, "-o", str(made), str(_FOLDER / "attend.c"), "-lm"]
+        command = [
+            compiler,
+            *_FLAGS,
+            *options,
+            "-o",
+            str(made),
+            *(str(_FOLDER / source) for source in _SOURCES),
+            "-lm",
+        ]
         # Threads need OpenMP; where a compiler lacks it, one thread does the work.
         for openmp in ("-fopenmp", "-fopenmp-simd"):
             result = subprocess.run([*command, openmp], capture_output=True, text=True, errors="replace")
@@ -107,7 +116,7 @@ def _cache_folder() -> Path:
 
 def _fingerprint(name: str) -> str:
     """Changes with whatever the library is made of."""
-    parts = [(_FOLDER / source).read_bytes() for source in _SOURCES]
+    parts = [(_FOLDER / source).read_bytes() for source in (*_SOURCES, *_HEADERS)]
     parts.append(repr((name, _FLAGS, variants(), platform.machine(), platform.system())).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 

@@ -1,0 +1,71 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Packing pages and narrowing them, by kernels where there are some and by the codecs elsewhere: the same bytes."""
+
+from __future__ import annotations
+
+import torch
+
+import hf_kvq_kernels
+from hf_kvq_kernels import BYTE_ORDERS
+
+from ..codecs import BlockCodec
+from ..codecs.tiered import TieredBlock, TieredKeyCodec
+from .fused import page_layout
+
+
+# Tokens that the codecs convert at once; bounds their working memory.
+_TOKENS_AT_ONCE = 2048
+
+
+def encode_blocks(codec: BlockCodec, x: torch.Tensor, bits: int, out: torch.Tensor, kernel: str) -> None:
+    """Write blocks [rows, blocks, heads, tokens, dim] to uint8 [rows, blocks, nbytes(bits)]."""
+    if bits != 16 and _is_fused(codec, x, kernel):
+        x = x if codec.transform is None else codec.transform.forward(x).to(codec.dtype)
+        order = BYTE_ORDERS.index(codec.byte_order)
+        hf_kvq_kernels.quantize_(x, out, bits, codec.axis == "channel", codec.group_size, order)
+        return
+    step = max(1, _TOKENS_AT_ONCE // codec.tokens)
+    for i in range(0, x.shape[1], step):
+        out[:, i : i + step] = codec.encode(x[:, i : i + step], bits)
+
+
+def encode_tiers(
+    codec: TieredKeyCodec, keys: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, kernel: str
+) -> TieredBlock:
+    """Write the regular part of one block [heads, tokens, dim] to uint8 [bytes]; its tiers are [heads, dim]."""
+    if _is_fused(codec, keys, kernel):
+        order = BYTE_ORDERS.index(codec.byte_order)
+        records = hf_kvq_kernels.quantize_tiers_(keys, tiers, out, codec.group_size, order)
+        counts = torch.stack([(tiers == tier).sum(-1) for tier in (1, 2)], dim=-1).to(torch.int16)
+        return TieredBlock(out[None], counts[None], *records)
+    block = codec.encode(keys[None], tiers[None])
+    out.copy_(block.dense[0])
+    return block
+
+
+def shrink_pages(
+    data: torch.Tensor, pages: int, codecs: tuple[BlockCodec, BlockCodec], bits: int, target_bits: int, kernel: str
+) -> None:
+    """Bring the first pages of uint8 [rows, bytes] from `bits` to `target_bits`, in place.
+
+    A page is a block of keys and one of values. A narrower page never lies behind its wider self.
+    """
+    keys, values = codecs
+    if kernel != "torch" and keys.dtype in hf_kvq_kernels.DTYPES and (bits < 16 or values.transform is None):
+        if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype)) is None:
+            orders = (BYTE_ORDERS.index(codec.byte_order) for codec in codecs)
+            hf_kvq_kernels.shrink_(data, pages, page_layout(keys, values, (bits, bits)), target_bits, *orders)
+            return
+    size, target_size = (sum(codec.nbytes(width) for codec in codecs) for width in (bits, target_bits))
+    step = max(1, _TOKENS_AT_ONCE // keys.tokens)
+    for i in range(0, pages, step):
+        stop, width = min(i + step, pages), bits
+        page = data[:, i * size : stop * size].unflatten(1, (-1, size))
+        while width > target_bits:
+            split, width = keys.nbytes(width), width // 2
+            page = torch.cat([keys.shrink(page[..., :split], width), values.shrink(page[..., split:], width)], dim=-1)
+        data[:, i * target_size : stop * target_size] = page.flatten(1)
+
+
+def _is_fused(codec: BlockCodec | TieredKeyCodec, x: torch.Tensor, kernel: str) -> bool:
+    return kernel != "torch" and x.dtype == codec.dtype and hf_kvq_kernels.why_not_packing(x) is None
