@@ -107,13 +107,14 @@ INLINE float split(const float *restrict x, int64_t n, int8_t *restrict to, floa
         else
             memcpy(&y, x + i, 4 * (size_t)have);
         const ints code = (ints)(y * inverse + 12582912.0f) - 0x4b400000, upper = (code + 128) >> 8;
-        int8_t high[LANES], low[LANES];
-        store_bytes(high, upper);
-        store_bytes(low, code - upper * 256);
-        for (int64_t k = 0; k < have; k += 4) {
-            int8_t *at = to + (i + k) / 4 * QUAD;
-            memcpy(at, high + k, 4);
-            memcpy(at + 4, low + k, 4);
+        if (have == LANES) {
+            store_quads(to + i / 4 * QUAD, QUAD, upper, code - upper * 256);
+            continue;
+        }
+        for (int64_t k = 0; k < have; k++) {
+            int8_t *at = to + (i + k) / 4 * QUAD + (i + k) % 4;
+            at[0] = (int8_t)upper[k];
+            at[4] = (int8_t)(code[k] - upper[k] * 256);
         }
     }
     return largest / 32512.0f;
@@ -138,7 +139,7 @@ INLINE float multiply(const float *restrict x, const float *restrict factor, con
 }
 
 // Minimum and step of `n` groups.
-static void ranges(const uint8_t *low, const uint8_t *high, int64_t dtype, int64_t n, int64_t bits, float *restrict minimum,
+INLINE void ranges(const uint8_t *low, const uint8_t *high, int64_t dtype, int64_t n, int64_t bits, float *restrict minimum,
                    float *restrict step) {
     const float levels = (float)((1 << bits) - 1);
     to_floats(low, dtype, minimum, n);
@@ -158,7 +159,7 @@ typedef struct {
     float *out;                         // [count, value_dim], what packed values come to
     float *out_flat, *out_pairs;        // padded, what exact values come to
     float *lines;                       // [EXACT_TOKENS, padded dim]
-    float *scratch;                     // [max(key_dim, tokens)]
+    float *scratch;                     // [max(key_dim, ROWS_AT_ONCE * tokens)]
     float *minimum, *step;              // per group
     float *line;                        // [2, tokens]
     int8_t *coefficients;               // of max(key_dim, tokens) / 4 quads
@@ -470,38 +471,52 @@ static void scores_per_token(const Problem *p, State *s, Packed keys) {
     }
 }
 
-// Add a channel, one number per token, times each query's coefficient to the scores of tokens [from, to).
-static void add_channel(const Problem *p, State *s, const float *coefficient, int64_t from, int64_t to) {
-    const float *restrict line = s->line;
-    for (int64_t r = 0; r < s->count; r++) {
-        float *restrict scores = s->scores + r * p->tokens;
-        const float c = coefficient[r];
-        for (int64_t t = from; t < to; t++) scores[t] += c * line[t];
+// Add a channel to the scores: its numbers in s->line, times a coefficient per group of tokens and query.
+INLINE void add_channel(const Problem *p, State *s, const float *coefficients, int64_t group, const int count) {
+    for (int64_t first = 0; first < p->tokens; first += group, coefficients += count) {
+        const int64_t end = least(p->tokens, first + group);
+        int64_t t = first;
+        for (; t + LANES <= end; t += LANES) {
+            const floats x = load_floats(s->line + t);
+            for (int r = 0; r < count; r++) {
+                float *scores = s->scores + r * p->tokens + t;
+                store_floats(scores, load_floats(scores) + x * coefficients[r]);
+            }
+        }
+        for (; t < end; t++)
+            for (int r = 0; r < count; r++) s->scores[r * p->tokens + t] += s->line[t] * coefficients[r];
+    }
+}
+
+// The lower two bits of UINT4 channels, in planes like all codes, as numbers.
+INLINE void low_codes(const uint8_t *restrict codes, int64_t plane, float *restrict line) {
+    for (int k = 0; k < 4; k++, line += plane) {
+        int64_t b = 0;
+        for (; b + LANES <= plane; b += LANES)
+            store_floats(line + b, __builtin_convertvector(widen(codes + b) >> 2 * k & 3, floats));
+        for (; b < plane; b++) line[b] = (float)(codes[b] >> 2 * k & 3);
     }
 }
 
 // Channels with more bits: `n_low` with the lower two bits of UINT4 channels, and `n_exact` BF16 channels.
-static void scores_of_tiers(const Problem *p, State *s, Packed keys, const Tiers *tiers, int64_t low, int64_t n_low,
-                            int64_t exact, int64_t n_exact) {
-    const int64_t dim = p->key_dim, plane = p->tokens / 4, size = size_of(p->dtype);
-    float coefficient[ROWS_AT_ONCE];
+INLINE void scores_of_tiers(const Problem *p, State *s, Packed keys, const Tiers *tiers, int64_t low, int64_t n_low,
+                            int64_t exact, int64_t n_exact, const int count) {
+    const int64_t dim = p->key_dim, size = size_of(p->dtype), groups = groups_of(p->tokens, p->key_group);
     for (int64_t i = low; i < low + n_low; i++) {
         const int64_t channel = tiers->low_channel[i];
-        const uint8_t *codes = tiers->low + i * plane;
-        for (int64_t k = 0; k < 4; k++)
-            for (int64_t b = 0; b < plane; b++) s->line[k * plane + b] = (float)(codes[b] >> (2 * k) & 3);
-        for (int64_t g = 0; g < groups_of(p->tokens, p->key_group); g++) {
+        for (int64_t g = 0; g < groups; g++) {
             float minimum, step;
             const int64_t at = (g * dim + channel) * size;
             ranges(keys.low + at, keys.high + at, p->dtype, 1, 4, &minimum, &step);
-            for (int64_t r = 0; r < s->count; r++) coefficient[r] = s->query[r * dim + channel] * step;
-            add_channel(p, s, coefficient, g * p->key_group, least(p->tokens, (g + 1) * p->key_group));
+            for (int r = 0; r < count; r++) s->scratch[g * count + r] = s->query[r * dim + channel] * step;
         }
+        low_codes(tiers->low + i * p->tokens / 4, p->tokens / 4, s->line);
+        add_channel(p, s, s->scratch, p->key_group, count);
     }
     for (int64_t i = exact; i < exact + n_exact; i++) {
         to_floats(tiers->exact + i * p->tokens * size, p->dtype, s->line, p->tokens);
-        for (int64_t r = 0; r < s->count; r++) coefficient[r] = s->query[r * dim + tiers->exact_channel[i]];
-        add_channel(p, s, coefficient, 0, p->tokens);
+        for (int r = 0; r < count; r++) s->scratch[r] = s->query[r * dim + tiers->exact_channel[i]];
+        add_channel(p, s, s->scratch, p->tokens, count);
     }
 }
 
@@ -615,7 +630,9 @@ static void packed_page(const Problem *p, State *s, const Tiers *tiers, const in
     else {
         const int64_t *at = before + 2 * (page * p->heads + head), low = at[0], exact = at[1];
         scores_per_channel(p, s, k, tiers->low_channel + low, at[2] - low);
-        scores_of_tiers(p, s, k, tiers, low, at[2] - low, exact, at[3] - exact);
+#define TIERS(UNUSED, COUNT) scores_of_tiers(p, s, k, tiers, low, at[2] - low, exact, at[3] - exact, COUNT)
+        FOR_COUNT(TIERS, 0)
+#undef TIERS
     }
     apply_mask(p, &p->mask, row, head, first, held, s, p->tokens);
     if (softmax_step(p, s, held, p->tokens))
@@ -642,7 +659,7 @@ static int64_t lay_out(const Problem *p, State *s, char *space) {
     s->out_flat = take(&at, n * padded(p->value_dim));
     s->out_pairs = take(&at, n * padded(p->value_dim));
     s->lines = take(&at, EXACT_TOKENS * padded(most(p->key_dim, p->value_dim)));
-    s->scratch = take(&at, most(p->key_dim, p->tokens));
+    s->scratch = take(&at, most(p->key_dim, n * p->tokens));
     s->minimum = take(&at, all);
     s->step = take(&at, all);
     s->line = take(&at, 2 * p->tokens);

@@ -69,12 +69,31 @@ INLINE float largest_of(floats x) {
 #endif
 }
 
-// The lowest byte of each lane.
-INLINE void store_bytes(int8_t *to, ints x) {
+// The lowest bytes of each lane of `high` and of `low`, four of the one and four of the other in turn, `step` bytes apart.
+INLINE void store_quads(int8_t *to, int64_t step, ints high, ints low) {
 #if VB == 64
-    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)x));
+    const __m128i h = _mm512_cvtepi32_epi8((__m512i)high), l = _mm512_cvtepi32_epi8((__m512i)low);
+    const __m128i first = _mm_unpacklo_epi32(h, l), second = _mm_unpackhi_epi32(h, l);
+    _mm_storel_epi64((__m128i *)to, first);
+    _mm_storeh_pd((double *)(to + step), _mm_castsi128_pd(first));
+    _mm_storel_epi64((__m128i *)(to + 2 * step), second);
+    _mm_storeh_pd((double *)(to + 3 * step), _mm_castsi128_pd(second));
 #else
-    for (int i = 0; i < LANES; i++) to[i] = (int8_t)x[i];
+    for (int i = 0; i < LANES; i++) {
+        to[i / 4 * step + i % 4] = (int8_t)high[i];
+        to[i / 4 * step + 4 + i % 4] = (int8_t)low[i];
+    }
+#endif
+}
+
+// LANES bytes as integers.
+INLINE ints widen(const uint8_t *bytes) {
+#if VB == 64
+    return (ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)bytes));
+#elif VB == 32
+    return (ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)bytes));
+#else
+    return (ints){bytes[0], bytes[1], bytes[2], bytes[3]};
 #endif
 }
 
