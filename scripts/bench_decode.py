@@ -1,19 +1,21 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 """Time of one decode step's attention through the cache object, against transformers' own caches, in one run.
 
-    python scripts/bench_decode.py --contexts 4096 --csv docs/results/decode_cpu.csv
+    python scripts/bench_decode.py --contexts 2048 8192 32768 --batches 1 4 --csv docs/results/decode_cpu.csv
 
 Every cache is filled with the same random keys and values; then single tokens are fed, one step of each cache after
 the other, so that a busy machine hits all alike. Reported is the median of the process's CPU time per step, which a
 neighbour's load does not change, and the slowest of the 128 steps until the next page is packed ("flush ms").
 "packed-q" is a 16-bit cache whose queries are viewed per KV head: the fast way to run stock attention on a CPU, which
-stock caches do not take without a mask.
+stock caches do not take without a mask. "x fused 16-bit" compares with our own kernel over 16-bit pages. There is a plot
+beside the CSV.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import re
 import statistics
 import sys
 import time
@@ -99,7 +101,7 @@ def slowest_step(step: Step, tokens: Callable[..., torch.Tensor], query_heads: i
     return slowest
 
 
-def measure(args: argparse.Namespace, context: int) -> list[dict]:
+def measure(args: argparse.Namespace, context: int, batch: int) -> list[dict]:
     heads, groups, dim = args.kv_heads, args.query_groups, args.head_dim
     config = LlamaConfig(
         hidden_size=heads * groups * dim, num_attention_heads=heads * groups, num_key_value_heads=heads,
@@ -108,12 +110,13 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
     dtype = getattr(torch, args.dtype)
 
     def tokens(count: int, n_heads: int = heads) -> torch.Tensor:
-        return torch.randn(args.batch, n_heads, count, dim).to(dtype)
+        return torch.randn(batch, n_heads, count, dim).to(dtype)
 
     prompt = tokens(context), tokens(context)
     steps: dict[str, Step] = {}
     held: dict[str, Cache] = {}
-    for name, make in tqdm(caches(config, context).items(), desc=f"filling, {context} tokens", file=sys.stderr):
+    makers = {name: make for name, make in caches(config, context).items() if not re.search(args.without, name)}
+    for name, make in tqdm(makers.items(), desc=f"filling, {batch} x {context} tokens", file=sys.stderr):
         try:
             cache = make()
         except ImportError as error:
@@ -136,11 +139,12 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
     return [
         {
             "context": context,
-            "batch": args.batch,
+            "batch": batch,
             "cache": name,
             "ms": round(medians[name], 3),
             "x dynamic": round(medians["dynamic"] / medians[name], 2),
             "x packed-q": round(medians["dynamic, packed-q"] / medians[name], 2),
+            "x fused 16-bit": round(medians.get("pmkvq 16-bit", float("nan")) / medians[name], 2),
             "x quantized": round(stock / medians[name], 2),
             "flush ms": round(flush[name], 3) if name in flush else "",
             "MiB": round(held[name].nbytes() / 2**20, 2) if is_ours(held[name]) else "",
@@ -149,10 +153,33 @@ def measure(args: argparse.Namespace, context: int) -> list[dict]:
     ]
 
 
+def plot(rows: list[dict], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    batches = sorted({row["batch"] for row in rows})
+    figure, axes = plt.subplots(1, len(batches), figsize=(6.2 * len(batches), 4.8), sharey=True, squeeze=False)
+    for ax, batch in zip(axes[0], batches):
+        for name in dict.fromkeys(row["cache"] for row in rows):
+            points = [(row["context"], row["ms"]) for row in rows if (row["cache"], row["batch"]) == (name, batch)]
+            style = "-" if name.startswith(("pmkvq", "mixkvq", "kivi")) else "--"
+            ax.plot(*zip(*points), style, marker="o", markersize=3, label=name)
+        ax.set(title=f"batch {batch}", xlabel="tokens of context", xscale="log", yscale="log")
+        ax.set_xticks(contexts := sorted({row["context"] for row in rows}), [f"{c // 1024}k" for c in contexts])
+        ax.minorticks_off()
+        ax.grid(alpha=0.3)
+    axes[0][0].set_ylabel("attention of one decode step, ms of CPU time")
+    axes[0][-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--contexts", type=int, nargs="+", default=[4096])
-    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--batches", type=int, nargs="+", default=[1])
     parser.add_argument("--kv-heads", type=int, default=8)
     parser.add_argument("--query-groups", type=int, default=4, help="query heads per KV head")
     parser.add_argument("--head-dim", type=int, default=128)
@@ -160,12 +187,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--without", default="(?!)", metavar="REGEX", help="leave out the caches whose name matches")
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     with torch.no_grad():
-        rows = [row for context in args.contexts for row in measure(args, context)]
+        rows = [row for batch in args.batches for context in args.contexts for row in measure(args, context, batch)]
     columns = list(rows[0])
     print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
     for row in rows:
@@ -176,6 +204,7 @@ def main() -> None:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
+        plot(rows, args.csv.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -235,6 +235,14 @@ static int softmax_step(const Problem *p, State *s, int64_t n, int64_t stride) {
 
 // --- exact tokens ----------------------------------------------------------------------------------------------------
 
+// Ask for memory that is read soon. It comes in pieces of pages, too short for the processor to see a pattern in them.
+INLINE void fetch(const uint8_t *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+}
+
+// Lines of memory to ask for ahead of exact tokens.
+enum { AHEAD = 12 };
+
 // A PAIR of numbers of a line of `dim`: of BF16 ("halves") the even ones and the odd ones, of floats the first and the
 // second half. What lies behind a line of BF16 is not touched; floats are padded.
 INLINE void load_pair(const uint8_t *line, int64_t at, int64_t dim, const int halves, floats *a, floats *b) {
@@ -252,6 +260,7 @@ INLINE void exact_scores(const uint8_t *keys, int64_t key_stride, int64_t n, int
                          const int halves, const int count, float *scores) {
     const int64_t pad = padded(dim);
     for (int64_t t = 0; t < n; t++) {
+        fetch(keys + (t + AHEAD) * key_stride, (halves ? 2 : 4) * dim);
         floats sum[ROWS_AT_ONCE];
         for (int r = 0; r < count; r++) sum[r] = (floats){0};
         for (int64_t d = 0; d < dim; d += PAIR) {
@@ -304,12 +313,17 @@ static const uint8_t *as_floats(const uint8_t *lines, int64_t stride, int64_t n,
     return (const uint8_t *)to;
 }
 
+INLINE void fetch_lines(const uint8_t *lines, int64_t stride, int64_t n, int64_t bytes) {
+    for (int64_t t = 0; t < n; t++) fetch(lines + t * stride, bytes);
+}
+
 static void exact_tokens(const Problem *p, State *s, const Mask *mask, int64_t row, int64_t head, int64_t first,
                          const uint8_t *keys, int64_t key_stride, const uint8_t *values, int64_t value_stride,
                          int64_t tokens, int64_t dtype) {
     for (int64_t start = 0; start < tokens; start += EXACT_TOKENS) {
         const int64_t n = least(EXACT_TOKENS, tokens - start);
         const uint8_t *k = keys + start * key_stride, *v = values + start * value_stride;
+        fetch_lines(v, value_stride, n, p->value_dim * size_of(dtype));
         if (dtype == BF16 && p->key_dim % 2 == 0) {
 #define SCORES(HALVES, COUNT) exact_scores(k, key_stride, n, p->key_dim, s->query_pairs, HALVES, COUNT, s->scores)
             FOR_COUNT(SCORES, 1)
@@ -606,6 +620,12 @@ static void add_values(const Problem *p, State *s, Packed values, int64_t held) 
     }
 }
 
+INLINE void fetch_packed(Packed x, int64_t code_bytes, int64_t range_bytes) {
+    fetch(x.codes, code_bytes);
+    fetch(x.low, range_bytes);
+    fetch(x.high, range_bytes);
+}
+
 static void packed_page(const Problem *p, State *s, const Tiers *tiers, const int64_t *before, int64_t row, int64_t head,
                         int64_t page) {
     const uint8_t *keys = p->pages + row * p->row_stride + page * p->page_stride;
@@ -623,6 +643,10 @@ static void packed_page(const Problem *p, State *s, const Tiers *tiers, const in
     const int64_t value_ranges = size * groups_of(p->value_dim, p->value_group) * p->tokens;
     const uint8_t *values = keys + p->heads * (key_codes + 2 * key_ranges);
     const Packed k = packed(keys, p->heads, head, key_codes, key_ranges);
+    const Packed v = packed(values, p->heads, head, value_codes, value_ranges);
+    const int more = page + 1 < p->n_pages;
+    if (more)
+        fetch_packed(packed(keys + p->page_stride, p->heads, head, key_codes, key_ranges), key_codes, key_ranges);
     if (!p->key_per_channel)
         scores_per_token(p, s, k);
     else if (!tiers)
@@ -635,8 +659,9 @@ static void packed_page(const Problem *p, State *s, const Tiers *tiers, const in
 #undef TIERS
     }
     apply_mask(p, &p->mask, row, head, first, held, s, p->tokens);
-    if (softmax_step(p, s, held, p->tokens))
-        add_values(p, s, packed(values, p->heads, head, value_codes, value_ranges), held);
+    if (more)
+        fetch_packed(packed(values + p->page_stride, p->heads, head, value_codes, value_ranges), value_codes, value_ranges);
+    if (softmax_step(p, s, held, p->tokens)) add_values(p, s, v, held);
 }
 
 // --- the whole problem -----------------------------------------------------------------------------------------------
