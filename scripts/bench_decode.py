@@ -7,8 +7,8 @@ Every cache is filled with the same random keys and values; then single tokens a
 the other, so that a busy machine hits all alike. Reported is the median of the process's CPU time per step, which a
 neighbour's load does not change, and the slowest of the 128 steps until the next page is packed ("flush ms").
 "packed-q" is a 16-bit cache whose queries are viewed per KV head: the fast way to run stock attention on a CPU, which
-stock caches do not take without a mask. "x fused 16-bit" compares with our own kernel over 16-bit pages. There is a plot
-beside the CSV.
+stock caches do not take without a mask. "x fused 16-bit" compares with our own kernel over 16-bit pages. There is a
+plot beside the CSV.
 """
 
 from __future__ import annotations

@@ -58,8 +58,15 @@ def require_kernel(kernel: str) -> str:
     return kernel
 
 
-def attend(query: torch.Tensor, parts: list[Part], scaling: float, kernel: str = "auto") -> torch.Tensor:
-    """softmax(query @ K^T * scaling + mask) @ V; see `hf_kvq.ops.naive.attend` for shapes.
+def attend(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    kernel: str = "auto",
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """softmax(query @ K^T * scaling + mask) @ V; see `hf_kvq.ops.naive.attend` for the other arguments.
 
     Args:
         kernel: "torch" for plain torch, "cpu" or "triton" for fused kernels, "auto" for fused kernels where they run
@@ -69,14 +76,14 @@ def attend(query: torch.Tensor, parts: list[Part], scaling: float, kernel: str =
         RuntimeError: the kernels asked for by name cannot do this.
     """
     if kernel == "torch":
-        return naive.attend(query, parts, scaling)
+        return naive.attend(query, parts, scaling, softcap, sinks)
     reason = _why_not(query, parts, kernel)
     if reason is None:
-        return fused.attend(query, parts, scaling, hf_kvq_kernels.attend)
+        return fused.attend(query, parts, scaling, hf_kvq_kernels.attend, softcap, sinks)
     if kernel != "auto":
         raise RuntimeError(_refusal(kernel, reason))
     logger.warning_once(f"attention over the quantized cache runs in plain torch, which is slower: {reason}")
-    return naive.attend(query, parts, scaling)
+    return naive.attend(query, parts, scaling, softcap, sinks)
 
 
 def _why_not(query: torch.Tensor, parts: list[Part], kernel: str) -> str | None:

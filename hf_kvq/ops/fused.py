@@ -18,48 +18,44 @@ from .parts import ExactPart, PackedPart, Part
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
-def attend(query: torch.Tensor, parts: list[Part], scaling: float, kernel: Kernel) -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    kernel: Kernel,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """softmax(query @ K^T * scaling + mask) @ V; see `hf_kvq.ops.naive.attend`."""
     exact = [part for part in parts if isinstance(part, ExactPart)]
-    packed = [part for part in parts if isinstance(part, PackedPart)]
+    packed = next((part for part in parts if isinstance(part, PackedPart)), None)
+
+    def call(exact: list[ExactPart], packed: PackedPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values, masks = ([getattr(part, name) for part in exact] for name in ("keys", "values", "mask"))
+        body = (None, None, None, [], None)
+        if packed is not None:
+            layout = page_layout(packed.keys, packed.values, packed.bits)
+            body = (packed.pages, packed.mask, _starts(packed), packed.record_tensors(), layout)
+        out, lse = kernel(query, keys, values, masks, *body, scaling, softcap or 0.0)
+        return (out if packed is None else packed.restore(out)), lse
+
     # What comes out of transformed values must be brought back before it is added to other values.
-    if packed and packed[0].is_transformed and exact:
-        results = [_call(query, exact, None, scaling, kernel), _call(query, [], packed[0], scaling, kernel)]
-        results[1] = packed[0].restore(results[1][0]), results[1][1]
-        out = _merged(results)
+    if packed is not None and packed.is_transformed and exact:
+        out, lse = _merged([call(exact, None), call([], packed)])
     else:
-        out = _call(query, exact, packed[0] if packed else None, scaling, kernel)[0]
-        out = packed[0].restore(out) if packed else out
+        out, lse = call(exact, packed)
+    if sinks is not None:
+        out = out * torch.sigmoid(lse - sinks.to(lse)[:, None])[..., None]
     return out.to(query.dtype)
 
 
-def _call(
-    query: torch.Tensor, exact: list[ExactPart], packed: PackedPart | None, scaling: float, kernel: Kernel
-) -> tuple[torch.Tensor, torch.Tensor]:
-    keys, values, masks = ([getattr(part, name) for part in exact] for name in ("keys", "values", "mask"))
-    if packed is None:
-        return kernel(query, keys, values, masks, None, None, None, [], None, scaling, 0.0)
-    return kernel(
-        query,
-        keys,
-        values,
-        masks,
-        packed.pages,
-        packed.mask,
-        _starts(packed),
-        packed.record_tensors(),
-        page_layout(packed.keys, packed.values, packed.bits),
-        scaling,
-        0.0,
-    )
-
-
-def _merged(results: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+def _merged(results: list[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, torch.Tensor]:
     """One softmax out of several, each (out, log of the sum of exp)."""
     lse = torch.stack([lse for _, lse in results])
+    total = lse.logsumexp(0)
     # A query that sees nothing anywhere has no part with a weight.
-    shares = (lse - lse.logsumexp(0)).exp().masked_fill(lse == float("-inf"), 0.0)
-    return sum(share[..., None] * out for share, (out, _) in zip(shares, results))
+    shares = (lse - total).exp().masked_fill(lse == float("-inf"), 0.0)
+    return sum(share[..., None] * out for share, (out, _) in zip(shares, results)), total
 
 
 def _starts(part: PackedPart) -> torch.Tensor | None:

@@ -19,13 +19,21 @@ _BLOCK_TOKENS = 1024
 _BLOCK_QUERIES = 256
 
 
-def attend(query: torch.Tensor, parts: list[Part], scaling: float) -> torch.Tensor:
+def attend(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """softmax(query @ K^T * scaling + mask) @ V with K and V in parts; float32 inside.
 
     Args:
         query: [rows, query heads, queries, key_dim].
         parts: the tokens; their order does not matter.
         scaling: factor on the scores.
+        softcap: scores become `softcap * tanh(score / softcap)`, before the mask.
+        sinks: [query heads]; logits of one more token per head, whose value is zero.
 
     Returns:
         [rows, query heads, queries, value_dim] in the query's dtype. A query that sees no token gets zeros.
@@ -33,7 +41,7 @@ def attend(query: torch.Tensor, parts: list[Part], scaling: float) -> torch.Tens
     parts, outs = _with_exact_joined(parts), []
     for start in range(0, query.shape[2], _BLOCK_QUERIES):
         queries = slice(start, start + _BLOCK_QUERIES)
-        outs.append(_attend_block(query[:, :, queries], parts, scaling, queries))
+        outs.append(_attend_block(query[:, :, queries], parts, scaling, queries, softcap, sinks))
     return outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
 
 
@@ -61,7 +69,14 @@ def _with_exact_joined(parts: list[Part]) -> list[Part]:
     return [joined, *(part for part in parts if not isinstance(part, ExactPart))]
 
 
-def _attend_block(query: torch.Tensor, parts: list[Part], scaling: float, queries: slice) -> torch.Tensor:
+def _attend_block(
+    query: torch.Tensor,
+    parts: list[Part],
+    scaling: float,
+    queries: slice,
+    softcap: float | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
     rows, query_heads, n_queries, _ = query.shape
     compute = torch.promote_types(query.dtype, torch.float32)
     total = None
@@ -72,6 +87,8 @@ def _attend_block(query: torch.Tensor, parts: list[Part], scaling: float, querie
         partial = None
         for keys, values, mask in _blocks(part, query_heads * n_queries * rows, queries):
             scores = q @ keys.to(compute).transpose(-1, -2)
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
             if mask is not None:
                 scores = _masked(scores.view(rows, query_heads, n_queries, -1), mask).view(scores.shape)
             partial = _merge(partial, _softmax_sums(scores, values.to(compute)))
@@ -80,6 +97,11 @@ def _attend_block(query: torch.Tensor, parts: list[Part], scaling: float, querie
             total = _merge(total, (peak, weight, part.restore(out)))
     if total is None:
         return query.new_zeros(rows, query_heads, n_queries, parts[0].value_dim)
+    if sinks is not None:
+        peak = (
+            sinks.to(compute).view(1, total[0].shape[1], -1, 1).repeat_interleave(n_queries, dim=2).expand_as(total[0])
+        )
+        total = _merge(total, (peak, torch.ones_like(peak), torch.zeros_like(total[2])))
     _, weight, out = total
     out = torch.where(weight == 0, 0.0, out / weight)
     return out.reshape(rows, query_heads, n_queries, -1).to(query.dtype)
