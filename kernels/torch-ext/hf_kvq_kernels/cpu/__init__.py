@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import struct
@@ -10,7 +11,7 @@ import struct
 import torch
 
 from ..pages import DTYPES, PageLayout
-from .build import cached_library
+from .build import cached_library, installed_library
 
 
 # Tokens, widths and so on of pages that are not there.
@@ -20,8 +21,13 @@ _NO_PAGES = (16, 16, 16, 0, 1, 1, 0)
 @functools.cache
 def _library() -> ctypes.CDLL | str:
     """The loaded library, or why there is none."""
+    library = None
+    if installed := installed_library():
+        # Made elsewhere, it may lack what it needs here.
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(str(installed))
     try:
-        library = ctypes.CDLL(str(cached_library()))
+        library = library or ctypes.CDLL(str(cached_library()))
     except (RuntimeError, OSError) as error:
         return str(error)
     for function in (library.kvq_attend, library.kvq_quantize, library.kvq_shrink):

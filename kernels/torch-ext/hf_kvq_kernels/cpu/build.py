@@ -84,8 +84,14 @@ def compile_library(compiler: str, name: str, target: Path) -> None:
     raise RuntimeError(f"{compiler} could not compile the CPU kernels: {reason}")
 
 
+def installed_library() -> Path | None:
+    """The library for this processor that came with the package, if it did."""
+    path = _FOLDER / "lib" / f"{variant()}.so"
+    return path if path.exists() else None
+
+
 def cached_library() -> Path:
-    """The library for this processor: the one that was installed, or else one made now and kept in a cache folder.
+    """The library for this processor, compiled now unless it is in the cache folder.
 
     The folder is `$HF_KVQ_CACHE`, or `hf_kvq` in the user's cache folder.
 
@@ -94,9 +100,6 @@ def cached_library() -> Path:
         OSError: the cache folder cannot be written.
     """
     name = variant()
-    installed = _FOLDER / "lib" / f"{name}.so"
-    if installed.exists():
-        return installed
     target = _cache_folder() / f"{name}-{_fingerprint(name)}.so"
     if target.exists():
         return target
