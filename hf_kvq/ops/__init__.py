@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 import hf_kvq_kernels
 
-from . import fused, naive
+from . import fused, naive, selfcheck
 from .packing import encode_blocks, encode_tiers, shrink_pages
 from .parts import ExactPart, PackedPart, Part
 
@@ -100,7 +100,11 @@ def _why_not(query: torch.Tensor, parts: list[Part], kernel: str) -> str | None:
         if (packed.keys.byte_order, packed.values.byte_order) != orders:
             return "its codes are laid out for another kind of device"
         layout = fused.page_layout(packed.keys, packed.values, packed.bits)
-    return hf_kvq_kernels.why_not(query, layout)
+    reason = hf_kvq_kernels.why_not(query, layout)
+    if reason is None and query.device.type != "cpu":
+        wrong = selfcheck.failure(query.device, hf_kvq_kernels.attend, byte_orders(query.device.type, 64))
+        reason = wrong and f"the fused kernels cannot be used: {wrong}"
+    return reason
 
 
 def _refusal(kernel: str, reason: str) -> str:
