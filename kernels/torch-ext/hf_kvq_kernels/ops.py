@@ -102,6 +102,13 @@ def _attend_cpu(query, keys, values, masks, pages, page_mask, page_starts, recor
     return cpu.attend(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap)
 
 
+def _attend_gpu(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
+    from . import gpu
+
+    layout = PageLayout(*layout) if layout else None
+    return gpu.attend(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap)
+
+
 def _attend_fake(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
     dim = PageLayout(*layout).value_dim if layout else values[0].shape[3]
     return (
@@ -123,6 +130,7 @@ def _shrink_cpu(data, pages, layout, to_bits, key_order, value_order):
 
 
 _LIBRARY.impl("attend", _attend_cpu, "CPU")
+_LIBRARY.impl("attend", _attend_gpu, "CUDA")
 _LIBRARY.impl("quantize_", cpu.quantize_, "CPU")
 _LIBRARY.impl("quantize_tiers_", cpu.quantize_tiers_, "CPU")
 _LIBRARY.impl("shrink_", _shrink_cpu, "CPU")
@@ -139,6 +147,11 @@ def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
     """Why no kernel can attend with `query` over such pages, or None if one can."""
     if query.device.type == "cpu":
         return cpu.why_not(query, layout)
+    if query.device.type == "cuda":
+        # Triton is imported where there is a GPU, not everywhere.
+        from . import gpu
+
+        return gpu.why_not(query, layout)
     return f"there are no kernels for {query.device.type}"
 
 
