@@ -90,9 +90,13 @@ def _why_not(query: torch.Tensor, parts: list[Part], kernel: str) -> str | None:
     """Why fused kernels, those called `kernel` or any, cannot attend to these parts."""
     if kernel != "auto" and query.device.type != _DEVICES[kernel]:
         return f"the cache is on {query.device.type}"
-    dtypes = {part.keys.dtype for part in parts}
-    if not dtypes.issubset(hf_kvq_kernels.DTYPES):
-        return f"the cache holds {', '.join(map(str, dtypes))}"
+    dtypes = {(part.keys.dtype, part.values.dtype) for part in parts}
+    if any(keys != values or keys not in hf_kvq_kernels.DTYPES for keys, values in dtypes):
+        return f"the cache holds keys and values of {', '.join(f'{k} and {v}' for k, v in dtypes)}"
+    if torch.is_grad_enabled() and any(
+        x.requires_grad for part in parts if isinstance(part, ExactPart) for x in (part.keys, part.values)
+    ):
+        return "fused kernels have no gradients"
     packed = next((part for part in parts if isinstance(part, PackedPart)), None)
     layout = None
     if packed is not None:

@@ -38,6 +38,8 @@ def attend(
     Returns:
         [rows, query heads, queries, value_dim] in the query's dtype. A query that sees no token gets zeros.
     """
+    if not query.numel():
+        return query.new_zeros(*query.shape[:3], parts[0].value_dim)
     parts, outs = _with_exact_joined(parts), []
     for start in range(0, query.shape[2], _BLOCK_QUERIES):
         queries = slice(start, start + _BLOCK_QUERIES)

@@ -188,5 +188,6 @@ def _mask(mask: torch.Tensor | None, alive: list[torch.Tensor]) -> tuple[int, ..
     if kind == 2 and mask.dtype != torch.float32:
         mask = mask.float()
         alive.append(mask)
+    mask = mask[(None,) * (4 - mask.ndim)]
     strides = (0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride()))
     return mask.data_ptr(), kind, *strides

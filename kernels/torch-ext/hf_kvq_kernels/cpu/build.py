@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -51,8 +52,11 @@ def variant() -> str:
 
 
 def find_compiler() -> str | None:
-    """The C compiler: `$CC`, or the first of cc, gcc and clang there is."""
-    return next((path for path in map(shutil.which, (os.environ.get("CC", ""), "cc", "gcc", "clang")) if path), None)
+    """The C compiler, as a command line: `$CC`, or the first of cc, gcc and clang there is."""
+    own = os.environ.get("CC", "")
+    if own.strip() and shutil.which(shlex.split(own)[0]):
+        return own
+    return next((shlex.quote(path) for path in map(shutil.which, ("cc", "gcc", "clang")) if path), None)
 
 
 def compile_library(compiler: str, name: str, target: Path) -> None:

@@ -1,0 +1,162 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Packing by kernels: the same bytes as the codecs make, for every kind of block."""
+
+import functools
+
+import pytest
+import torch
+
+import hf_kvq_kernels
+from hf_kvq.codecs import BlockCodec
+from hf_kvq.codecs.tiered import TieredKeyCodec
+from hf_kvq.ops import byte_orders, encode_blocks, encode_tiers, shrink_pages
+from hf_kvq.transforms import HadamardRotation
+
+
+pytestmark = pytest.mark.skipif(
+    hf_kvq_kernels.why_not_packing(torch.empty(0)) is not None, reason="the CPU kernels cannot be built here"
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# tokens, dim, group
+SHAPES = [(128, 64, 128), (128, 80, 32), (32, 20, 16), (48, 40, 48), (16, 128, 24)]
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[str]:
+    """Names of the kernels that ran."""
+    seen = []
+    for name in ("quantize_", "quantize_tiers_", "shrink_"):
+
+        def run(name, kernel, *arguments):
+            seen.append(name)
+            return kernel(*arguments)
+
+        monkeypatch.setattr(hf_kvq_kernels, name, functools.partial(run, name, getattr(hf_kvq_kernels, name)))
+    return seen
+
+
+def codec_of(tokens: int, dim: int, group: int, axis: str, dtype: torch.dtype, value: bool = False, **more):
+    return BlockCodec(2, tokens, dim, dtype, axis, group, byte_order=byte_orders("cpu", dim)[value], **more)
+
+
+def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random, with outliers, constant groups, and what is not a number."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    x = torch.randn(shape, generator=generator) * 10 ** torch.randn(shape[-1], generator=generator)
+    x[0, 0, 0, :3] = 7.0
+    x[0, 0, 0, :, 1] = 3.0
+    x[-1, 0, 1, 5, 2] = torch.finfo(dtype).max
+    x[-1, -1, 0, 3, 3] = float("nan")
+    x[-1, -1, 1, 4, 4] = float("inf")
+    x[-1, -1, 1, 4, 5] = -float("inf")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("bits", [8, 4, 2])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "dim", "group"), SHAPES)
+def test_blocks(tokens, dim, group, dtype, axis, bits, calls):
+    x = numbers(2, 3, 2, tokens, dim, dtype=dtype)
+    for value in (False, True):
+        codec = codec_of(tokens, dim, group, axis, dtype, value)
+        want = codec.encode(x, bits)
+        # Rows and blocks lie further apart than they are long, and nothing between them changes.
+        room = torch.full((2, 4, want.shape[-1] + 6), 9, dtype=torch.uint8)
+        out = room[:, :3, 2:-4]
+        for data in (
+            x,
+            x.transpose(3, 4).contiguous().transpose(3, 4),
+            x.transpose(1, 2).contiguous().transpose(1, 2),
+        ):
+            out.zero_()
+            encode_blocks(codec, data, bits, out, "auto")
+            assert same_bytes(codec, out, want, bits)
+        out.fill_(9)
+        assert bool((room == 9).all())
+    assert calls == ["quantize_"] * 6
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "dim", "group"), SHAPES)
+def test_tiers(tokens, dim, group, dtype, calls):
+    x = numbers(1, 1, 2, tokens, dim, dtype=dtype)[0, 0]
+    codec = TieredKeyCodec(2, tokens, dim, dtype, group, byte_orders("cpu", dim)[0])
+    generator = torch.Generator().manual_seed(0)
+    for tiers in (torch.randint(0, 3, (2, dim), generator=generator), *(torch.full((2, dim), t) for t in range(3))):
+        want = codec.encode(x[None], tiers[None])
+        out = torch.zeros_like(want.dense[0])
+        got = encode_tiers(codec, x, tiers, out, "auto")
+        assert same_bytes(codec.dense, out[None, None], want.dense[None], 2)
+        for name in ("counts", "low", "low_channel", "exact", "exact_channel"):
+            a, b = getattr(got, name), getattr(want, name)
+            assert a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()), name
+    assert calls == ["quantize_tiers_"] * 4
+
+
+@pytest.mark.parametrize(("bits", "target"), [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (4, 2)])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shrinking_in_place(dtype, axis, bits, target, calls):
+    keys, values = codec_of(32, 40, 32, axis, dtype), codec_of(32, 24, 16, "token", dtype, True)
+    k, v = numbers(2, 3, 2, 32, 40, dtype=dtype), numbers(2, 3, 2, 32, 24, dtype=dtype)
+    pages = torch.cat([keys.encode(k, bits), values.encode(v, bits)], dim=-1)
+    want = torch.cat([keys.encode(k, target), values.encode(v, target)], dim=-1)
+    data = torch.full((2, pages[0].numel() + 10), 9, dtype=torch.uint8)
+    data[:, : pages[0].numel()] = pages.flatten(1)
+    # The last page of each row is not one of those that shrink.
+    shrink_pages(data, 2, (keys, values), bits, target, "auto")
+    got = data[:, : 2 * want.shape[-1]].unflatten(1, (2, -1))
+    split = keys.nbytes(target)
+    assert same_bytes(keys, got[..., :split], want[:, :2, :split], target)
+    assert same_bytes(values, got[..., split:], want[:, :2, split:], target)
+    assert torch.equal(data[:, 2 * pages.shape[-1] : -10], pages[:, 2]) and bool((data[:, -10:] == 9).all())
+    assert calls == ["shrink_"]
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_transforms(kernel):
+    codec = codec_of(32, 32, 32, "token", torch.bfloat16, True, transform=HadamardRotation(32))
+    x = numbers(1, 2, 2, 32, 32, dtype=torch.bfloat16)[:, :1]
+    out = torch.zeros(1, 1, codec.nbytes(4), dtype=torch.uint8)
+    encode_blocks(codec, x, 4, out, kernel)
+    assert torch.equal(out, codec.encode(x, 4))
+    keys = codec_of(32, 32, 32, "token", torch.bfloat16)
+    data = torch.cat([keys.encode(x, 16), codec.encode(x, 16)], dim=-1)[0]
+    shrink_pages(data, 1, (keys, codec), 16, 8, kernel)
+    want = torch.cat([keys.encode(x, 8), codec.encode(x, 8)], dim=-1)[0]
+    assert torch.equal(data[:, : want.shape[1]], want)
+
+
+def test_plain_torch_if_asked_for_or_needed(calls):
+    x = numbers(1, 2, 2, 32, 24, dtype=torch.float32)
+    codec = codec_of(32, 24, 32, "channel", torch.float32)
+    out = torch.zeros(1, 2, codec.nbytes(4), dtype=torch.uint8)
+    encode_blocks(codec, x, 4, out, "torch")
+    wide = codec_of(32, 24, 32, "channel", torch.float64)
+    encode_blocks(wide, x.double(), 4, torch.zeros(1, 2, wide.nbytes(4), dtype=torch.uint8), "auto")
+    assert not calls and torch.equal(out, codec.encode(x, 4))
+
+
+def test_threads_do_not_matter():
+    x = numbers(3, 5, 2, 128, 64, dtype=torch.bfloat16)
+    codec = codec_of(128, 64, 32, "channel", torch.bfloat16)
+    outs, threads = [], torch.get_num_threads()
+    try:
+        for n in (1, 2, 3):
+            torch.set_num_threads(n)
+            outs.append(torch.zeros(3, 5, codec.nbytes(2), dtype=torch.uint8))
+            encode_blocks(codec, x, 2, outs[-1], "auto")
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def same_bytes(codec: BlockCodec, got: torch.Tensor, want: torch.Tensor, bits: int) -> bool:
+    """Equal to the bit; but NaN is NaN, whatever its bits."""
+    n = codec.code_bytes(bits)
+    ranges = [x[..., n:].contiguous().view(codec.dtype) for x in (got, want)]
+    return torch.equal(got[..., :n], want[..., :n]) and torch.equal(
+        *(r.nan_to_num(nan=1.25, posinf=float("inf"), neginf=-float("inf")) for r in ranges)
+    )
