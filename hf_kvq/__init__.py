@@ -3,6 +3,7 @@
 
 from .cache import BudgetExceededError, KIVICache, KVQCache, MixKVQCache, PMKVQCache
 from .config import KIVIConfig, MixKVQConfig, PMKVQConfig
+from .hub import KVQPlan, PlanError, PlanUnavailableError
 from .registration import register, unregister
 from .version import __version__
 
@@ -12,10 +13,13 @@ __all__ = [
     "KIVICache",
     "KIVIConfig",
     "KVQCache",
+    "KVQPlan",
     "MixKVQCache",
     "MixKVQConfig",
     "PMKVQCache",
     "PMKVQConfig",
+    "PlanError",
+    "PlanUnavailableError",
     "__version__",
     "register",
     "unregister",

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
@@ -68,8 +69,8 @@ class PMKVQConfig(Options):
     """Options of the progressive cache (PM-KVQ, arXiv 2505.18610).
 
     Args:
-        fbit: final width of every layer, or one per layer: 16 (never quantized), 8, 4 or 2. The budget is what
-            `max_length` tokens take at this width.
+        fbit: final width of every layer, or one per quantized layer, from the first on: 16 (never quantized), 8, 4 or
+            2. The budget is what `max_length` tokens take at this width.
         max_length: tokens per request the budget is made for. `generate` knows it; without `generate` the default is
             the model's `max_position_embeddings`.
         budget_bytes: bytes per request for all layers together, instead of `fbit * max_length`.
@@ -80,7 +81,8 @@ class PMKVQConfig(Options):
         key_codec: "channel" (groups along the tokens of a key channel, best at equal bytes) or "token" (as in the
             paper). Values are always quantized per token.
         transform: "none", or "hadamard" to rotate the values of each head before quantization.
-        boundary_layers: keep so many first and last layers at 8 bits or more.
+        boundary_layers: keep so many first and last layers of the model at 8 bits or more, whatever `fbit` says, a
+            list of it included.
         on_overflow: past the budget at `fbit`, "grow" (allocate more, warn once) or "error".
         kernel: "auto", or the implementation that has to be used.
 
@@ -125,18 +127,25 @@ class PMKVQConfig(Options):
                 f"leave the window together; got {self.group_size}"
             )
 
-    def layer_fbits(self, num_layers: int) -> tuple[int, ...]:
-        """Final width of each of `num_layers` layers.
+    def layer_fbits(self, num_layers: int, quantized: Sequence[int] | None = None) -> tuple[int, ...]:
+        """Final width of each quantized layer of a model of `num_layers` layers.
+
+        Args:
+            num_layers: all layers of the model.
+            quantized: indices of those that are quantized; None if all are.
 
         Raises:
             ValueError: `fbit` is a list of another length.
         """
-        fbits = self.fbit if isinstance(self.fbit, tuple) else (self.fbit,) * num_layers
-        if len(fbits) != num_layers:
+        quantized = range(num_layers) if quantized is None else quantized
+        fbits = self.fbit if isinstance(self.fbit, tuple) else (self.fbit,) * len(quantized)
+        if len(fbits) != len(quantized):
+            which = "" if len(quantized) == num_layers else f" that are quantized, of {num_layers}"
             raise ValueError(
-                f"fbit lists {len(fbits)} layers, but the model has {num_layers}; give one width per layer"
+                f"fbit lists {len(fbits)} layers, but the model has {len(quantized)}{which}; give one width per "
+                "quantized layer"
             )
-        is_boundary = [min(i, num_layers - 1 - i) < self.boundary_layers for i in range(num_layers)]
+        is_boundary = [min(i, num_layers - 1 - i) < self.boundary_layers for i in quantized]
         return tuple(max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_boundary))
 
 

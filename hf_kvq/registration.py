@@ -11,11 +11,21 @@ from typing import Any
 import torch
 import transformers
 from packaging.version import Version
-from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, GenerationMixin, masking_utils
+from transformers import (
+    Cache,
+    DynamicCache,
+    EncoderDecoderCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.generation import configuration_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.utils import extract_commit_hash
 
 from .cache import KIVICache, KVHandle, KVQCache, MixKVQCache, PMKVQCache
+from .hub import discovery
 
 
 #: Cache implementations by the name that `generate` knows them under.
@@ -51,6 +61,9 @@ def register() -> None:
         "_prepare_cache_for_generation",
         _with_our_caches(GenerationMixin._prepare_cache_for_generation),
     )
+    _replace(
+        PreTrainedModel, "_load_pretrained_model", staticmethod(_with_commit(PreTrainedModel._load_pretrained_model))
+    )
     _replace(masking_utils, "_preprocess_mask_arguments", _with_padding(masking_utils._preprocess_mask_arguments))
     _replace(AttentionInterface, "get_interface", _with_late_functions(AttentionInterface.get_interface))
     for name, function in list(ALL_ATTENTION_FUNCTIONS._global_mapping.items()):
@@ -70,7 +83,7 @@ def cache_argument(model: torch.nn.Module) -> str:
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
-    original = getattr(owner, name)
+    original = inspect.getattr_static(owner, name)
     setattr(owner, name, value)
     _undo.append(lambda: setattr(owner, name, original))
 
@@ -96,6 +109,7 @@ def _with_our_caches(original: Callable) -> Callable:
         name, options = _requested(generation_config)
         if name is None or any(isinstance(value, Cache) for value in model_kwargs.values()):
             return original(self, *arguments)
+        options = discovery.options_for(self, name, options)
         # The original decides whether there is a cache and under which keyword; then ours takes its place.
         implementation, generation_config.cache_implementation = generation_config.cache_implementation, None
         try:
@@ -116,6 +130,21 @@ def _with_our_caches(original: Callable) -> Callable:
             )
 
     return prepare_cache
+
+
+def _with_commit(original: Callable) -> Callable:
+    """`PreTrainedModel._load_pretrained_model` that notes which commit of its repository the weights came from.
+
+    Older versions of transformers did so themselves. Without it nobody could tell what belongs to the model.
+    """
+
+    @functools.wraps(original)
+    def load(model, state_dict, checkpoint_files, *args, **kwargs):
+        if checkpoint_files and getattr(model.config, "_commit_hash", None) is None:
+            model.config._commit_hash = extract_commit_hash(checkpoint_files[0], None)
+        return original(model, state_dict, checkpoint_files, *args, **kwargs)
+
+    return load
 
 
 def _requested(generation_config: GenerationConfig) -> tuple[str | None, Any]:

@@ -127,6 +127,16 @@ def test_widths_per_layer(fbit, boundary, layers, wanted):
     assert PMKVQConfig(fbit=fbit, boundary_layers=boundary).layer_fbits(layers) == wanted
 
 
+def test_a_list_is_of_the_quantized_layers():
+    # Layers 1, 3 and 5 of 6, the boundary counted over the model.
+    assert PMKVQConfig(fbit=(4, 2, 16)).layer_fbits(6, [1, 3, 5]) == (4, 2, 16)
+    assert PMKVQConfig(fbit=2).layer_fbits(6, [1, 3, 5]) == (2, 2, 2)
+    assert PMKVQConfig(fbit=[4, 2, 4], boundary_layers=1).layer_fbits(6, [1, 3, 5]) == (4, 2, 8)
+    assert PMKVQConfig(fbit=[4, 2, 4], boundary_layers=2).layer_fbits(6, [1, 3, 5]) == (8, 2, 8)
+    with pytest.raises(ValueError, match="lists 6 layers, but the model has 3 that are quantized, of 6"):
+        PMKVQConfig(fbit=[4] * 6).layer_fbits(6, [1, 3, 5])
+
+
 @pytest.mark.parametrize("fbit", [[4], [4, 4, 4]])
 def test_a_list_of_another_length_is_refused(fbit):
     with pytest.raises(ValueError, match=rf"lists {len(fbit)} layers, but the model has 2"):

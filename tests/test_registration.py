@@ -3,7 +3,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache, GenerationConfig, GenerationMixin, masking_utils
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel, masking_utils
 from transformers.generation import configuration_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -25,6 +25,7 @@ def patched() -> dict:
         "mask": masking_utils._preprocess_mask_arguments,
         **{f"attention {k}": v for k, v in ALL_ATTENTION_FUNCTIONS._global_mapping.items()},
         **{f"local {k}": v for k, v in ALL_ATTENTION_FUNCTIONS._local_mapping.items()},
+        "load": PreTrainedModel.__dict__["_load_pretrained_model"],
         **{f"mixin {k}": v for k, v in vars(GenerationMixin).items()},
         **{f"masking {k}": v for k, v in vars(masking_utils).items() if callable(v)},
         **{f"config {k}": v for k, v in vars(configuration_utils).items() if k.isupper()},

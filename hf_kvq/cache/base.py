@@ -44,6 +44,13 @@ class KVQCache(Cache):
             f"{self.true_bits():.2f} true bits)"
         )
 
+    @classmethod
+    def options_of(cls, model_config: PretrainedConfig, given: Any, max_length: int | None = None) -> Any:
+        """The options, as an object of `config_class`, that a user gave; see `hf_kvq.hub.options.resolve`."""
+        from ..hub.options import resolve  # here, as plans build on the caches
+
+        return resolve(cls.config_class, model_config, given, max_length)
+
     # --- filling ---------------------------------------------------------------------------------------------------
 
     def observe_padding(self, attention_mask: torch.Tensor | None, new_columns: int) -> None:

@@ -42,7 +42,7 @@ class PMKVQCache(KVQCache):
         config: PMKVQConfig | dict[str, Any] | None = None,
         max_length: int | None = None,
     ):
-        self.config = config = PMKVQConfig.of(config)
+        self.config = config = self.options_of(model_config, config, max_length)
         model_config = model_config.get_text_config(decoder=True)
         max_length = config.max_length or max_length or getattr(model_config, "max_position_embeddings", None)
         if max_length is None and config.budget_bytes is None:
@@ -50,9 +50,8 @@ class PMKVQCache(KVQCache):
                 f"{type(model_config).__name__} does not say how long inputs can be; give max_length or budget_bytes"
             )
         layers, full_attention = stock_layers(model_config)
-        fbits = config.layer_fbits(len(layers))
-        quantized_fbits = tuple(fbits[i] for i in full_attention)
+        fbits = config.layer_fbits(len(layers), full_attention)
         padding = Padding()
-        for i in full_attention:
-            layers[i] = ProgressiveLayer(config, fbits[i], quantized_fbits, max_length, padding)
+        for i, fbit in zip(full_attention, fbits):
+            layers[i] = ProgressiveLayer(config, fbit, fbits, max_length, padding)
         super().__init__(layers, padding)

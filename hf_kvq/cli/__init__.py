@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""`hf-kvq`: watch a quantized cache at work, and see what a model's cache costs."""
+"""`hf-kvq`: watch a quantized cache at work, see what a model's cache costs, and share plans."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from ..registration import CACHES
 from ..version import __version__
 from .generate import generate
+from .hub import add_hub_commands
 from .inspect import inspect
 from .options import CommandError, Parser, context_list, positive_float, positive_int
 
@@ -52,6 +53,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_generate(commands)
     _add_inspect(commands)
+    add_hub_commands(commands)
     return parser
 
 

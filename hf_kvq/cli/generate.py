@@ -29,6 +29,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..bundled import load_model
 from ..cache import BudgetExceededError, MixKVQCache
+from ..hub import PlanError, PlanUnavailableError
+from ..hub.discovery import options_for
 from ..registration import CACHES, cache_argument
 from .display import StatusLines, status_display
 from .options import CommandError, load_config, parse_cache_config, validate_cache_config
@@ -111,7 +113,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrained
     """Everything that generation needs; what can be wrong is found before weights are loaded, where possible."""
     implementation, options = arguments.cache_implementation, parse_cache_config(arguments.cache_config)
     if implementation in CACHES:
-        validate_cache_config(implementation, options)
+        # Of a plan only its loading shows whether it is good.
+        validate_cache_config(implementation, {key: value for key, value in options.items() if key != "plan"})
     elif options:
         raise CommandError(f"--cache-config goes with a quantized cache; {implementation} has no options", status=2)
     device = _device(arguments.device)
@@ -123,6 +126,8 @@ def _prepare(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrained
         model.to(device)
     except (AssertionError, ImportError, OSError, RuntimeError, ValueError) as error:
         raise CommandError(error) from error
+    if implementation in CACHES:
+        options = _with_plan(model, implementation, options)
     inputs = _encode(tokenizer, arguments.prompt).to(device)
     max_length = inputs["input_ids"].shape[1] + arguments.max_new_tokens
     cache = _new_cache(implementation, model.config, options, max_length)
@@ -138,11 +143,21 @@ def _device(name: str) -> torch.device:
         raise CommandError(f"--device: {error}", status=2) from error
 
 
+def _with_plan(model: PreTrainedModel, implementation: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and the plan that lies next to the model, if there is one."""
+    try:
+        return options_for(model, implementation, options)
+    except (PlanError, PlanUnavailableError) as error:
+        raise CommandError(error) from error
+
+
 def _new_cache(name: str, config: PretrainedConfig, options: dict[str, Any], max_length: int) -> Cache:
     if name == "dynamic":
         return DynamicCache(config=config.get_text_config(decoder=True))
     try:
         return CACHES[name](config, options, max_length=max_length)
+    except PlanUnavailableError as error:
+        raise CommandError(error) from error
     except (RuntimeError, TypeError, ValueError) as error:
         raise CommandError(error, status=2) from error
 

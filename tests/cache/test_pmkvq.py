@@ -10,7 +10,7 @@ from transformers.cache_utils import DynamicSlidingWindowLayer
 import hf_kvq
 from conftest import CONFIGS, cache_of, feed, forward, kv, make_cache, random_ids, storage_bytes, tiny_model
 from hf_kvq import BudgetExceededError, PMKVQCache, PMKVQConfig
-from simulation import Rules, Simulation, assert_equal
+from simulation import Rules, Simulation, assert_equal, max_length_for
 
 
 LLAMA = LlamaConfig(num_hidden_layers=3, max_position_embeddings=96)
@@ -111,6 +111,25 @@ def test_mixed_model_quantizes_what_it_can():
     assert cache.exact_nbytes() > 0
     rules = Rules(2, 16, 16, max_length=60, window=8)
     assert cache.layers[1].nbytes() == 2 * rules.budget
+
+
+def test_a_width_per_quantized_layer():
+    config = CONFIGS["mixed"]()
+    cache = PMKVQCache(config, RULES.options(fbit=[4]))
+    assert [layer.fbit for layer in cache.quantized_layers] == [4]
+    with pytest.raises(ValueError, match="lists 3 layers, but the model has 1 that are quantized, of 3"):
+        PMKVQCache(config, RULES.options(fbit=[4, 4, 4]))
+
+
+def test_layers_of_several_widths_share_a_byte_budget():
+    fbits = (2, 8, 4)
+    layers = [replace(RULES, fbit=fbit) for fbit in fbits]
+    budget = sum(layer.bytes_for(150, layer.fbit) for layer in layers) + 17
+    length = max_length_for(layers, budget)
+    cache = PMKVQCache(LLAMA, RULES.options(fbit=list(fbits), budget_bytes=budget, max_length=None))
+    feed(cache, kv(RULES, length))
+    assert cache.layer_bits() == list(fbits) and length >= 150
+    assert cache.nbytes() == sum(layer.bytes_for(length, layer.fbit) for layer in layers) <= budget
 
 
 # --- bad input -------------------------------------------------------------------------------------------------------

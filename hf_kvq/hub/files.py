@@ -1,0 +1,32 @@
+# Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
+"""Files that are there whole, or not at all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from pathlib import Path
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Write a file so that nobody ever sees half of it.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    for number in itertools.count():
+        scratch = path.with_name(f".{path.name}.{os.getpid()}-{number}")
+        try:
+            file = scratch.open("xb")
+        except FileExistsError:
+            continue
+        break
+    try:
+        with file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        scratch.unlink(missing_ok=True)
+        raise
