@@ -162,10 +162,10 @@ def plot(rows: list[dict], path: Path) -> None:
     batches = sorted({row["batch"] for row in rows})
     figure, axes = plt.subplots(1, len(batches), figsize=(6.2 * len(batches), 4.8), sharey=True, squeeze=False)
     for ax, batch in zip(axes[0], batches):
-        for name in dict.fromkeys(row["cache"] for row in rows):
+        for i, name in enumerate(dict.fromkeys(row["cache"] for row in rows)):
             points = [(row["context"], row["ms"]) for row in rows if (row["cache"], row["batch"]) == (name, batch)]
             style = "-" if name.startswith(("pmkvq", "mixkvq", "kivi")) else "--"
-            ax.plot(*zip(*points), style, marker="o", markersize=3, label=name)
+            ax.plot(*zip(*points), style, color=plt.cm.tab20(i), marker="o", markersize=3, label=name)
         ax.set(title=f"batch {batch}", xlabel="tokens of context", xscale="log", yscale="log")
         ax.set_xticks(contexts := sorted({row["context"] for row in rows}), [f"{c // 1024}k" for c in contexts])
         ax.minorticks_off()

@@ -43,7 +43,12 @@ def decode(batch: str = "1") -> str:
     by_name: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
         by_name.setdefault(row["cache"], {})[row["context"]] = row
-    ratios = {"x dynamic": "× ordinary", "x packed-q": "× fast 16-bit", "x quantized": "× transformers' quantized"}
+    ratios = {
+        "x dynamic": "× ordinary",
+        "x packed-q": "× fast 16-bit",
+        "x fused 16-bit": "× our 16-bit",
+        "x quantized": "× transformers' quantized",
+    }
     # Ratios at 8k, where every cache was measured.
     head = ["cache", *(f"{int(c) // 1024}k" for c in contexts), *ratios.values(), "slowest step", "MiB"]
     lines = [

@@ -237,7 +237,7 @@ static int softmax_step(const Problem *p, State *s, int64_t n, int64_t stride) {
 
 // Ask for memory that is read soon. It comes in pieces of pages, too short for the processor to see a pattern in them.
 INLINE void fetch(const uint8_t *from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
 }
 
 // Lines of memory to ask for ahead of exact tokens.
