@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""`hf-kvq`: watch a quantized cache at work, see what a model's cache costs, and share plans."""
+"""`hf-kvq`: watch a quantized cache at work, see what a model's cache costs, calibrate it, and share plans."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from ..registration import CACHES
 from ..version import __version__
+from .calibrate import add_calibrate_command
 from .generate import generate
 from .hub import add_hub_commands
 from .inspect import inspect
@@ -53,6 +54,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_generate(commands)
     _add_inspect(commands)
+    add_calibrate_command(commands, _DTYPES, _MODEL)
     add_hub_commands(commands)
     return parser
 
