@@ -51,9 +51,9 @@ def shrink_pages(
     A page is a block of keys and one of values. A narrower page never lies behind its wider self.
     """
     keys, values = codecs
-    if kernel != "torch" and keys.dtype in hf_kvq_kernels.DTYPES and (bits < 16 or values.transform is None):
-        if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype)) is None:
-            orders = (BYTE_ORDERS.index(codec.byte_order) for codec in codecs)
+    if kernel != "torch" and (bits < 16 or values.transform is None):
+        orders = [BYTE_ORDERS.index(codec.byte_order) for codec in codecs]
+        if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype), *orders) is None:
             hf_kvq_kernels.shrink_(data, pages, page_layout(keys, values, (bits, bits)), target_bits, *orders)
             return
     size, target_size = (sum(codec.nbytes(width) for codec in codecs) for width in (bits, target_bits))
@@ -68,4 +68,6 @@ def shrink_pages(
 
 
 def _is_fused(codec: BlockCodec | TieredKeyCodec, x: torch.Tensor, kernel: str) -> bool:
-    return kernel != "torch" and x.dtype == codec.dtype and hf_kvq_kernels.why_not_packing(x) is None
+    if kernel == "torch" or x.dtype != codec.dtype:
+        return False
+    return hf_kvq_kernels.why_not_packing(x, BYTE_ORDERS.index(codec.byte_order)) is None

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 """Packing by kernels: the same bytes as the codecs make, for every kind of block."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -136,7 +137,15 @@ def test_plain_torch_if_asked_for_or_needed(calls):
     encode_blocks(codec, x, 4, out, "torch")
     wide = codec_of(32, 24, 32, "channel", torch.float64)
     encode_blocks(wide, x.double(), 4, torch.zeros(1, 2, wide.nbytes(4), dtype=torch.uint8), "auto")
-    assert not calls and torch.equal(out, codec.encode(x, 4))
+    assert torch.equal(out, codec.encode(x, 4))
+    # Made for a GPU, and now in the memory of a CPU.
+    moved = dataclasses.replace(codec, byte_order=byte_orders("cuda", 24)[0])
+    encode_blocks(moved, x, 4, out, "auto")
+    assert torch.equal(out, moved.encode(x, 4)) and not torch.equal(out, codec.encode(x, 4))
+    data = torch.cat([moved.encode(x, 8), moved.encode(x, 8)], dim=-1).flatten(1)
+    shrink_pages(data, 2, (moved, moved), 8, 4, "auto")
+    assert torch.equal(data[:, : 4 * out.shape[-1]].unflatten(1, (2, 2, -1)), torch.stack([out, out], dim=2))
+    assert not calls
 
 
 def test_threads_do_not_matter():

@@ -155,8 +155,13 @@ def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
     return f"there are no kernels for {query.device.type}"
 
 
-def why_not_packing(x: torch.Tensor) -> str | None:
-    """Why no kernel can pack such keys or values, or None if one can."""
+def why_not_packing(x: torch.Tensor, *orders: int) -> str | None:
+    """Why no kernel can pack such keys or values, or None if one can.
+
+    Args:
+        x: of their dtype and on their device.
+        orders: places in `BYTE_ORDERS` that are wanted.
+    """
     if x.device.type == "cpu":
-        return cpu.why_not_packing(x)
+        return cpu.why_not_packing(x, *orders)
     return f"there are no kernels for {x.device.type}"

@@ -14,6 +14,9 @@ from ..pages import DTYPES, PageLayout
 from .build import cached_library, installed_library
 
 
+# Orders of bytes that the C code knows, by their place in `BYTE_ORDERS`.
+_ORDERS = (0, 1, 2)
+
 # Tokens, widths and so on of pages that are not there.
 _NO_PAGES = (16, 16, 16, 0, 1, 1, 0)
 
@@ -46,9 +49,13 @@ def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
     return _build_error() or (None if layout is None else _why_not_layout(layout))
 
 
-def why_not_packing(x: torch.Tensor) -> str | None:
-    """Why these kernels cannot pack such keys or values, or None if they can."""
-    return _build_error() if x.dtype in DTYPES else f"the CPU kernels do not take {x.dtype}"
+def why_not_packing(x: torch.Tensor, *orders: int) -> str | None:
+    """Why these kernels cannot pack such keys or values in these orders of bytes, or None if they can."""
+    if x.dtype not in DTYPES:
+        return f"the CPU kernels do not take {x.dtype}"
+    if any(order not in _ORDERS for order in orders):
+        return "these codes are laid out for another kind of device"
+    return _build_error()
 
 
 def _build_error() -> str | None:
