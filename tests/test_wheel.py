@@ -86,7 +86,7 @@ def _sources() -> set[str]:
         path.relative_to(folder).as_posix()
         for folder, package in ((ROOT, "hf_kvq"), (ROOT / "kernels/torch-ext", "hf_kvq_kernels"))
         for path in (folder / package).rglob("*")
-        if path.suffix in (".py", ".c", ".h", ".typed") and "__pycache__" not in path.parts
+        if path.suffix in (".py", ".c", ".h", ".typed", ".json", ".jinja") and "__pycache__" not in path.parts
     }
 
 

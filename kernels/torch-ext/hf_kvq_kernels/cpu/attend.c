@@ -769,8 +769,9 @@ int kvq_attend(const void *problem) {
     const Tiers *tiers = (const Tiers *)(p + 1);
     const Segment *segments = (const Segment *)(tiers + p->n_tiers);
     const int64_t all = p->group * p->queries, blocks = groups_of(all, ROWS_AT_ONCE), units = p->rows * p->heads * blocks;
-    // Exact tokens are a part of their own once pages are shared out among threads.
-    int64_t page_parts = p->threads > 1 ? least(p->n_pages, groups_of(2 * p->threads, most(1, units))) : 1;
+    // Exact tokens are a part of their own once pages are shared out among threads. How many parts there are does not
+    // depend on the batch, so that a row gives the same bits alone and among others.
+    int64_t page_parts = p->threads > 1 ? least(p->n_pages, groups_of(2 * p->threads, most(1, p->heads * blocks))) : 1;
     page_parts = most(1, page_parts);
     const int64_t parts = page_parts + (page_parts > 1), stride = ROWS_AT_ONCE * (p->value_dim + 2);
     State plan;
