@@ -111,7 +111,7 @@ def test_with_a_compiler(compiled: SimpleNamespace, tmp_path: Path):
         import sys, torch, hf_kvq_kernels as kernels
         from hf_kvq_kernels.cpu import build
         assert kernels.__file__.startswith(sys.argv[1]), kernels.__file__
-        assert str(build.cached_library()).startswith(sys.argv[1]), build.cached_library()
+        assert str(build.installed_library()).startswith(sys.argv[1]), build.installed_library()
         x = torch.ones(1, 1, 3, 16)
         out, lse = kernels.attend(x[:, :, :1], [x], [x], [None], None, None, None, [], None, 1.0)
         assert out.eq(1).all() and torch.allclose(lse, 16 + torch.tensor(3.0).log())
