@@ -10,9 +10,6 @@
 // unpacking of its codes.
 #include <math.h>
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "numbers.h"
 
@@ -256,8 +253,17 @@ INLINE void load_pair(const uint8_t *line, int64_t at, int64_t dim, const int ha
     }
 }
 
+// FUNCTION(..., COUNT) with a number of queries that the compiler knows.
+#define FOR_COUNT(COUNT, FUNCTION, ...)                                 \
+    switch (COUNT) {                                                    \
+        case 1: FUNCTION(__VA_ARGS__, 1); break;                        \
+        case 2: FUNCTION(__VA_ARGS__, 2); break;                        \
+        case 3: FUNCTION(__VA_ARGS__, ROWS_AT_ONCE < 3 ? 1 : 3); break; \
+        default: FUNCTION(__VA_ARGS__, ROWS_AT_ONCE); break;            \
+    }
+
 INLINE void exact_scores(const uint8_t *keys, int64_t key_stride, int64_t n, int64_t dim, const float *query,
-                         const int halves, const int count, float *scores) {
+                         float *scores, const int halves, const int count) {
     const int64_t pad = padded(dim);
     for (int64_t t = 0; t < n; t++) {
         fetch(keys + (t + AHEAD) * key_stride, (halves ? 2 : 4) * dim);
@@ -274,7 +280,7 @@ INLINE void exact_scores(const uint8_t *keys, int64_t key_stride, int64_t n, int
 }
 
 INLINE void exact_values(const uint8_t *values, int64_t value_stride, int64_t n, int64_t dim, const float *weights,
-                         const int halves, const int count, float *out) {
+                         float *out, const int halves, const int count) {
     const int64_t pad = padded(dim);
     for (int64_t d = 0; d < dim; d += PAIR) {
         floats sum[ROWS_AT_ONCE][2];
@@ -294,14 +300,6 @@ INLINE void exact_values(const uint8_t *values, int64_t value_stride, int64_t n,
             }
     }
 }
-
-#define FOR_COUNT(FUNCTION, HALVES)                                         \
-    switch (s->count) {                                                     \
-        case 1: FUNCTION(HALVES, 1); break;                                 \
-        case 2: FUNCTION(HALVES, 2); break;                                 \
-        case 3: FUNCTION(HALVES, (ROWS_AT_ONCE < 3 ? 1 : 3)); break;        \
-        default: FUNCTION(HALVES, ROWS_AT_ONCE); break;                     \
-    }
 
 // Lines of numbers as floats, padded with zeros, behind each other.
 static const uint8_t *as_floats(const uint8_t *lines, int64_t stride, int64_t n, int64_t dim, int64_t dtype, float *to) {
@@ -325,43 +323,51 @@ static void exact_tokens(const Problem *p, State *s, const Mask *mask, int64_t r
         const uint8_t *k = keys + start * key_stride, *v = values + start * value_stride;
         fetch_lines(v, value_stride, n, p->value_dim * size_of(dtype));
         if (dtype == BF16 && p->key_dim % 2 == 0) {
-#define SCORES(HALVES, COUNT) exact_scores(k, key_stride, n, p->key_dim, s->query_pairs, HALVES, COUNT, s->scores)
-            FOR_COUNT(SCORES, 1)
-#undef SCORES
+            FOR_COUNT(s->count, exact_scores, k, key_stride, n, p->key_dim, s->query_pairs, s->scores, 1)
         } else {
             k = as_floats(k, key_stride, n, p->key_dim, dtype, s->lines);
-#define SCORES(HALVES, COUNT) \
-    exact_scores(k, 4 * padded(p->key_dim), n, p->key_dim, s->query_flat, HALVES, COUNT, s->scores)
-            FOR_COUNT(SCORES, 0)
-#undef SCORES
+            FOR_COUNT(s->count, exact_scores, k, 4 * padded(p->key_dim), n, p->key_dim, s->query_flat, s->scores, 0)
         }
         apply_mask(p, mask, row, head, first + start, n, s, EXACT_TOKENS);
         if (!softmax_step(p, s, n, EXACT_TOKENS)) continue;
         if (dtype == BF16 && p->value_dim % 2 == 0) {
-#define VALUES(HALVES, COUNT) exact_values(v, value_stride, n, p->value_dim, s->scores, HALVES, COUNT, s->out_pairs)
-            FOR_COUNT(VALUES, 1)
-#undef VALUES
+            FOR_COUNT(s->count, exact_values, v, value_stride, n, p->value_dim, s->scores, s->out_pairs, 1)
         } else {
             v = as_floats(v, value_stride, n, p->value_dim, dtype, s->lines);
-#define VALUES(HALVES, COUNT) \
-    exact_values(v, 4 * padded(p->value_dim), n, p->value_dim, s->scores, HALVES, COUNT, s->out_flat)
-            FOR_COUNT(VALUES, 0)
-#undef VALUES
+            FOR_COUNT(s->count, exact_values, v, 4 * padded(p->value_dim), n, p->value_dim, s->scores, s->out_flat, 0)
         }
     }
 }
 
 // --- packed tokens ---------------------------------------------------------------------------------------------------
 
-INLINE void store_sums(ints high, ints low, float *to) {
-    floats sum = 256.0f * __builtin_convertvector(high, floats) + __builtin_convertvector(low, floats);
-    memcpy(to, &sum, VB);
+// STEP(A, B, TWO) for the words of a run of `N` lanes, which lie at `at`: A, and B if there are more than LANES.
+#define FOR_SIZE(N, STEP)                                                  \
+    if (N == 2 * LANES) {                                                  \
+        STEP(load_words(at), load_words(at + VB), 1)                       \
+    } else if (N == LANES) {                                               \
+        STEP(load_words(at), (words){0}, 0)                                \
+    } else if (N > LANES) {                                                \
+        STEP(load_words(at), load_some_words(at + VB, N - LANES), 1)       \
+    } else {                                                               \
+        STEP(load_some_words(at, N), (words){0}, 0)                        \
+    }
+
+// Sums of up to 2 * LANES lanes, by query: with high and with low coefficients.
+typedef ints Totals[ROWS_AT_ONCE][2][2];
+
+INLINE void store_sums(Totals total, const int count, float *to) {
+    for (int r = 0; r < count; r++)
+        for (int t = 0; t < 2; t++) {
+            const floats high = __builtin_convertvector(total[r][t][0], floats);
+            store_floats(to + (2 * r + t) * LANES, 256.0f * high + __builtin_convertvector(total[r][t][1], floats));
+        }
 }
 
 // Codes of up to 2 * LANES tokens of one plane times coefficients: sums[r][hl][lane]. `quads` steps of four channels.
-INLINE void key_sums(const uint8_t *codes, int64_t step, int64_t quads, int n, const int shift, const uint32_t mask,
-                     const int8_t *coefficients, const int count, float *restrict sums) {
-    ints total[ROWS_AT_ONCE][2][2];
+INLINE void key_sums(const uint8_t *codes, int64_t step, int64_t quads, int n, const int8_t *coefficients,
+                     float *restrict sums, const int shift, const uint32_t mask, const int count) {
+    Totals total;
     for (int r = 0; r < count; r++) total[r][0][0] = total[r][0][1] = total[r][1][0] = total[r][1][1] = (ints){0};
     const int wide = mask == 0xffffffffu;
 #define STEP(A, B, TWO)                                                                  \
@@ -381,41 +387,29 @@ INLINE void key_sums(const uint8_t *codes, int64_t step, int64_t quads, int n, c
             }                                                                            \
         }                                                                                \
     }
-    if (n == 2 * LANES) {
-        STEP(load_words(at), load_words(at + VB), 1)
-    } else if (n == LANES) {
-        STEP(load_words(at), (words){0}, 0)
-    } else if (n > LANES) {
-        STEP(load_words(at), load_some_words(at + VB, n - LANES), 1)
-    } else {
-        STEP(load_some_words(at, n), (words){0}, 0)
-    }
+    FOR_SIZE(n, STEP)
 #undef STEP
-    for (int r = 0; r < count; r++)
-        for (int t = 0; t < 2; t++)
-            store_sums(total[r][t][0], total[r][t][1], sums + (2 * r + t) * LANES);
+    store_sums(total, count, sums);
 }
 
 static void key_sums_of(const uint8_t *codes, int64_t step, int64_t quads, int n, int shift, int64_t bits,
                         const int8_t *coefficients, int64_t count, float *sums) {
-#define CALL(SHIFT, MASK)                                                                                       \
-    switch (count) {                                                                                            \
-        case 1: key_sums(codes, step, quads, n, SHIFT, MASK, coefficients, 1, sums); return;                \
-        case 2: key_sums(codes, step, quads, n, SHIFT, MASK, coefficients, 2, sums); return;                \
-        case 3: key_sums(codes, step, quads, n, SHIFT, MASK, coefficients, ROWS_AT_ONCE < 3 ? 1 : 3, sums); return; \
-        default: key_sums(codes, step, quads, n, SHIFT, MASK, coefficients, ROWS_AT_ONCE, sums); return;    \
-    }
+#define CALL(SHIFT, MASK) FOR_COUNT(count, key_sums, codes, step, quads, n, coefficients, sums, SHIFT, MASK)
     if (bits == 8) {
         CALL(0, 0xffffffffu)
     } else if (bits == 4) {
-        if (shift == 0) { CALL(0, 0x0f0f0f0fu) }
-        CALL(4, 0x0f0f0f0fu)
-    }
-    switch (shift) {
-        case 0: CALL(0, 0x03030303u)
-        case 2: CALL(2, 0x03030303u)
-        case 4: CALL(4, 0x03030303u)
-        default: CALL(6, 0x03030303u)
+        if (shift == 0)
+            CALL(0, 0x0f0f0f0fu)
+        else
+            CALL(4, 0x0f0f0f0fu)
+    } else if (shift == 0) {
+        CALL(0, 0x03030303u)
+    } else if (shift == 2) {
+        CALL(2, 0x03030303u)
+    } else if (shift == 4) {
+        CALL(4, 0x03030303u)
+    } else {
+        CALL(6, 0x03030303u)
     }
 #undef CALL
 }
@@ -535,11 +529,11 @@ INLINE void scores_of_tiers(const Problem *p, State *s, Packed keys, const Tiers
 }
 
 // Codes of up to 2 * LANES channels times the weights of all tokens.
-INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, const int bits,
-                       const int8_t *coefficients, const int count, float *restrict sums) {
+INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, const int8_t *coefficients,
+                       float *restrict sums, const int bits, const int count) {
     const int planes = 8 / bits, wide = bits == 8;
     const uint32_t mask = bits == 8 ? 0xffffffffu : bits == 4 ? 0x0f0f0f0fu : 0x03030303u;
-    ints total[ROWS_AT_ONCE][2][2];
+    Totals total;
     for (int r = 0; r < count; r++) total[r][0][0] = total[r][0][1] = total[r][1][0] = total[r][1][1] = (ints){0};
 #define STEP(A, B, TWO)                                                                         \
     for (int64_t j = 0; j < plane / 4; j++) {                                                   \
@@ -559,33 +553,21 @@ INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, 
             }                                                                                   \
         }                                                                                       \
     }
-    if (n == 2 * LANES) {
-        STEP(load_words(at), load_words(at + VB), 1)
-    } else if (n == LANES) {
-        STEP(load_words(at), (words){0}, 0)
-    } else if (n > LANES) {
-        STEP(load_words(at), load_some_words(at + VB, n - LANES), 1)
-    } else {
-        STEP(load_some_words(at, n), (words){0}, 0)
-    }
+    FOR_SIZE(n, STEP)
 #undef STEP
-    for (int r = 0; r < count; r++)
-        for (int t = 0; t < 2; t++)
-            store_sums(total[r][t][0], total[r][t][1], sums + (2 * r + t) * LANES);
+    store_sums(total, count, sums);
 }
 
 static void value_sums_of(const uint8_t *codes, int64_t dim, int64_t plane, int n, int64_t bits,
                           const int8_t *coefficients, int64_t count, float *sums) {
-#define CALL(BITS)                                                                                        \
-    switch (count) {                                                                                      \
-        case 1: value_sums(codes, dim, plane, n, BITS, coefficients, 1, sums); return;                \
-        case 2: value_sums(codes, dim, plane, n, BITS, coefficients, 2, sums); return;                \
-        case 3: value_sums(codes, dim, plane, n, BITS, coefficients, ROWS_AT_ONCE < 3 ? 1 : 3, sums); return; \
-        default: value_sums(codes, dim, plane, n, BITS, coefficients, ROWS_AT_ONCE, sums); return;    \
+#define CALL(BITS) FOR_COUNT(count, value_sums, codes, dim, plane, n, coefficients, sums, BITS)
+    if (bits == 8) {
+        CALL(8)
+    } else if (bits == 4) {
+        CALL(4)
+    } else {
+        CALL(2)
     }
-    if (bits == 8) { CALL(8) }
-    if (bits == 4) { CALL(4) }
-    CALL(2)
 #undef CALL
 }
 
@@ -654,9 +636,7 @@ static void packed_page(const Problem *p, State *s, const Tiers *tiers, const in
     else {
         const int64_t *at = before + 2 * (page * p->heads + head), low = at[0], exact = at[1];
         scores_per_channel(p, s, k, tiers->low_channel + low, at[2] - low);
-#define TIERS(UNUSED, COUNT) scores_of_tiers(p, s, k, tiers, low, at[2] - low, exact, at[3] - exact, COUNT)
-        FOR_COUNT(TIERS, 0)
-#undef TIERS
+        FOR_COUNT(s->count, scores_of_tiers, p, s, k, tiers, low, at[2] - low, exact, at[3] - exact)
     }
     apply_mask(p, &p->mask, row, head, first, held, s, p->tokens);
     if (more)
@@ -788,12 +768,8 @@ int kvq_attend(const void *problem) {
     const int64_t items = failed ? 0 : units * parts;
 #pragma omp parallel for schedule(dynamic, 1) num_threads((int)p->threads) if (p->threads > 1)
     for (int64_t item = 0; item < items; item++) {
-        int64_t thread = 0;
-#ifdef _OPENMP
-        thread = omp_get_thread_num();
-#endif
         State s;
-        lay_out(p, &s, (char *)(((uintptr_t)memory + 63) / 64 * 64) + thread * space);
+        lay_out(p, &s, (char *)(((uintptr_t)memory + 63) / 64 * 64) + this_thread() * space);
         const int64_t part = item % parts, unit = item / parts, block = unit % blocks;
         const int64_t head = unit / blocks % p->heads, row = unit / blocks / p->heads;
         const int64_t end = part < page_parts ? p->n_pages * (part + 1) / page_parts : 0;

@@ -1,9 +1,12 @@
 // Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 //
-// Numbers of the model's dtypes, and small sums that everybody needs.
+// Numbers of the model's dtypes, and what else everybody needs.
 #pragma once
 
 #include <math.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 
 #include "simd.h"
 
@@ -61,3 +64,11 @@ INLINE int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 INLINE int64_t size_of(int64_t dtype) { return dtype == FP32 ? 4 : 2; }
 
 INLINE int64_t groups_of(int64_t n, int64_t group) { return (n + group - 1) / group; }
+
+INLINE int64_t this_thread(void) {
+#ifdef _OPENMP
+    return omp_get_thread_num();
+#else
+    return 0;
+#endif
+}

@@ -2,9 +2,6 @@
 //
 // Blocks of keys or values as packed codes, and packed codes at fewer bits. To the bit what hf_kvq.codecs makes.
 #include <stdlib.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
 #include "numbers.h"
 
@@ -163,14 +160,6 @@ static Space space_at(char *at, int64_t tokens, int64_t dim) {
     s.codes = (uint8_t *)(s.scale + dim);
     s.line = s.codes + tokens * dim;
     return s;
-}
-
-INLINE int64_t this_thread(void) {
-#ifdef _OPENMP
-    return omp_get_thread_num();
-#else
-    return 0;
-#endif
 }
 
 // Codes and ranges of one head into `s`; returns the number of its groups.
