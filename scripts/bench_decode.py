@@ -14,7 +14,6 @@ plot beside the CSV.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 import statistics
 import sys
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from tables import print_table, write_csv
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -194,16 +194,9 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         rows = [row for batch in args.batches for context in args.contexts for row in measure(args, context, batch)]
-    columns = list(rows[0])
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(str(row[c]) for c in columns) + " |")
+    print_table(rows)
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, columns)
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
         plot(rows, args.csv.with_suffix(".png"))
 
 

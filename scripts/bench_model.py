@@ -12,7 +12,6 @@ does not do by itself.
 from __future__ import annotations
 
 import argparse
-import csv
 import statistics
 import sys
 import time
@@ -20,6 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from tables import print_table, write_csv
 from tqdm.auto import tqdm
 from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
@@ -110,15 +110,9 @@ def main() -> None:
         }
         for name, ms in medians.items()
     ]
-    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(map(str, row.values())) + " |")
+    print_table(rows)
     if args.csv:
-        args.csv.parent.mkdir(parents=True, exist_ok=True)
-        with args.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(args.csv, rows)
 
 
 if __name__ == "__main__":

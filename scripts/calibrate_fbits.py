@@ -19,7 +19,8 @@ import time
 from pathlib import Path
 
 import torch
-from compare_methods import RoundedDynamicCache, build, print_table, write_csv
+from compare_methods import RoundedDynamicCache, build
+from tables import print_table, write_csv
 
 from hf_kvq import PMKVQCache, PMKVQConfig
 from hf_kvq.bundled import bundled_text, load_model
@@ -182,7 +183,7 @@ def main() -> None:
             }
         )
     write_csv(args.out / f"calibration_{args.length}.csv", rows)
-    print_table([{name: value for name, value in row.items() if name != "fbit"} for row in rows])
+    print_table(rows, "fbit")
 
 
 if __name__ == "__main__":

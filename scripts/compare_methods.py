@@ -13,11 +13,11 @@ measured.
 from __future__ import annotations
 
 import argparse
-import csv
 import re
 from pathlib import Path
 
 import torch
+from tables import print_table, read_csv, write_csv
 from transformers import DynamicCache
 
 from hf_kvq import KIVICache, KVQCache, MixKVQCache, PMKVQCache
@@ -90,26 +90,6 @@ def query_key_correlation(cache: MixKVQCache) -> list[float]:
     return per_layer
 
 
-def write_csv(path: Path, rows: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-
-
-def read_csv(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def print_table(rows: list[dict]) -> None:
-    columns = [name for name in rows[0] if name != "family"]
-    print("| " + " | ".join(columns) + " |\n|" + "---|" * len(columns))
-    for row in rows:
-        print("| " + " | ".join(str(row[name]) for name in columns) + " |")
-
-
 def plot(rows: list[dict], path: Path) -> None:
     import matplotlib
 
@@ -175,7 +155,7 @@ def main() -> None:
             }
         )
     write_csv(args.out / f"fidelity_{args.length}.csv", rows)
-    print_table(rows)
+    print_table(rows, "family")
 
     correlation = query_key_correlation(caches["all at 2"])
     by_layer = [{"layer": i, "pearson": round(r, 3)} for i, r in enumerate(correlation)]

@@ -6,9 +6,9 @@ python scripts/example_plans.py
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
 
+from tables import read_csv
 from transformers import AutoConfig
 
 from hf_kvq import KVQPlan, MixKVQConfig, PMKVQConfig
@@ -21,15 +21,10 @@ RESULTS, PLANS = ROOT / "docs" / "results", ROOT / "docs" / "plans"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
-def read(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
 def pmkvq() -> KVQPlan:
     row = next(
         row
-        for row in read("calibration_2048.csv")
+        for row in read_csv(RESULTS / "calibration_2048.csv")
         if (row["schedule"], row["bytes of"], row["widths"]) == ("progressive", "15 of 30 at 4", "calibrated")
     )
     config = PMKVQConfig(fbit=tuple(map(int, row["fbit"].split())), max_length=2048)
@@ -38,7 +33,7 @@ def pmkvq() -> KVQPlan:
 
 
 def mixkvq() -> KVQPlan:
-    row = next(row for row in read("fidelity_8192.csv") if row["cache"] == "mixkvq, target 2.5")
+    row = next(row for row in read_csv(RESULTS / "fidelity_8192.csv") if row["cache"] == "mixkvq, target 2.5")
     return plan_of(MixKVQConfig(target_bits=2.5), {}, row, 8192)
 
 

@@ -6,39 +6,31 @@ python scripts/readme_tables.py
 
 from __future__ import annotations
 
-import csv
 from pathlib import Path
+
+from tables import markdown, read_csv
 
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "docs" / "results"
 
 
-def read(name: str) -> list[dict[str, str]]:
-    with (RESULTS / name).open(newline="") as file:
-        return list(csv.DictReader(file))
-
-
-def table(*rows: list[str]) -> str:
-    """A Markdown table; the first row is its head."""
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    return "\n".join([lines[0], "|" + "---|" * len(rows[0]), *lines[1:]])
-
-
 def fidelity() -> str:
     columns = ("true bits", "perplexity", "KL")
-    found = {length: {row["cache"]: row for row in read(f"fidelity_{length}.csv")} for length in (2048, 8192)}
+    found = {
+        length: {row["cache"]: row for row in read_csv(RESULTS / f"fidelity_{length}.csv")} for length in (2048, 8192)
+    }
     rows = [
         ["16 bits for ever" if name == "exact" else name]
         + [by_name[name][column] for by_name in found.values() for column in columns]
         for name in found[2048]
     ]
     heads = [["", "2,048 tokens", "", "", "8,192 tokens", "", ""], [f"**{c}**" for c in ("cache", *columns, *columns)]]
-    return table(*heads, *rows)
+    return markdown(*heads, *rows)
 
 
 def decode(batch: str = "1") -> str:
-    rows = [row for row in read("decode_cpu.csv") if row["batch"] == batch]
+    rows = [row for row in read_csv(RESULTS / "decode_cpu.csv") if row["batch"] == batch]
     contexts = sorted({row["context"] for row in rows}, key=int)
     by_name: dict[str, dict[str, dict[str, str]]] = {}
     for row in rows:
@@ -55,12 +47,12 @@ def decode(batch: str = "1") -> str:
         [name, *(found[c]["ms"] for c in contexts), *(found["8192"][r] for r in (*ratios, "flush ms", "MiB"))]
         for name, found in by_name.items()
     ]
-    return table(head, *([cell or "–" for cell in line] for line in lines))
+    return markdown(head, *([cell or "–" for cell in line] for line in lines))
 
 
 def model() -> str:
-    rows = read("decode_model_cpu.csv")
-    return table(list(rows[0]), *([cell or "–" for cell in row.values()] for row in rows))
+    rows = read_csv(RESULTS / "decode_model_cpu.csv")
+    return markdown(list(rows[0]), *([cell or "–" for cell in row.values()] for row in rows))
 
 
 def main() -> None:

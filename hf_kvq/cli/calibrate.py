@@ -12,7 +12,7 @@ from ..calibration import calibrate_fbits, fingerprint, load_texts, token_blocks
 from ..calibration.fbits import DEFAULT_LENGTH, DEFAULT_SAMPLES
 from ..hub import KVQPlan, PlanError
 from ..hub.cards import summary
-from .options import CommandError, parse_cache_config, positive_int, validate_cache_config
+from .options import CommandError, parse_cache_config, parse_device, positive_int, validate_cache_config
 
 
 def add_calibrate_command(commands: argparse._SubParsersAction, dtypes: tuple[str, ...], model_help: str) -> None:
@@ -58,9 +58,7 @@ def add_calibrate_command(commands: argparse._SubParsersAction, dtypes: tuple[st
 def calibrate(arguments: argparse.Namespace) -> int:
     """Calibrate, save, and say what was chosen; returns the exit status."""
     config = validate_cache_config(arguments.method, parse_cache_config(arguments.cache_config))
-    device = arguments.device
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = parse_device(arguments.device)
     try:
         model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
         model.to(device)

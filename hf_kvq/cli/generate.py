@@ -33,7 +33,7 @@ from ..hub import PlanError, PlanUnavailableError
 from ..hub.discovery import options_for
 from ..registration import CACHES, cache_argument
 from .display import StatusLines, status_display
-from .options import CommandError, load_config, parse_cache_config, validate_cache_config
+from .options import CommandError, load_config, parse_cache_config, parse_device, validate_cache_config
 from .report import Snapshot, format_bytes
 
 
@@ -117,7 +117,7 @@ def _prepare(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrained
         validate_cache_config(implementation, {key: value for key, value in options.items() if key != "plan"})
     elif options:
         raise CommandError(f"--cache-config goes with a quantized cache; {implementation} has no options", status=2)
-    device = _device(arguments.device)
+    device = parse_device(arguments.device)
     if not sys.stderr.isatty():
         disable_progress_bar()
     _new_cache(implementation, load_config(arguments.model), options, 1)
@@ -132,15 +132,6 @@ def _prepare(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrained
     max_length = inputs["input_ids"].shape[1] + arguments.max_new_tokens
     cache = _new_cache(implementation, model.config, options, max_length)
     return model, tokenizer, inputs, cache
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        return torch.device(name)
-    except RuntimeError as error:
-        raise CommandError(f"--device: {error}", status=2) from error
 
 
 def _with_plan(model: PreTrainedModel, implementation: str, options: dict[str, Any]) -> dict[str, Any]:

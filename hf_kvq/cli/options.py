@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from transformers import AutoConfig, PretrainedConfig
 
 from ..bundled import bundled_model_path
@@ -121,3 +122,13 @@ def _json_or_text(value: str) -> Any:
         return json.loads(value)
     except json.JSONDecodeError:
         return value
+
+
+def parse_device(name: str) -> torch.device:
+    """The device of a name; "auto" is a GPU if there is one."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return torch.device(name)
+    except RuntimeError as error:
+        raise CommandError(f"--device: {error}", status=2) from error
