@@ -15,7 +15,7 @@ from .codecs import WIDTHS
 T = TypeVar("T", bound="Options")
 
 KeyCodec = Literal["token", "channel"]
-TransformName = Literal["none", "hadamard"]
+TransformName = Literal["none", "hadamard", "lambda"]
 Overflow = Literal["grow", "error"]
 Kernel = Literal["auto", "triton", "cpu", "torch"]
 
@@ -80,7 +80,8 @@ class PMKVQConfig(Options):
         group_size: elements that share one (min, max): channels of a token, or tokens of a channel.
         key_codec: "channel" (groups along the tokens of a key channel, best at equal bytes) or "token" (as in the
             paper). Values are always quantized per token.
-        transform: "none", or "hadamard" to rotate the values of each head before quantization.
+        transform: "none"; "hadamard" to rotate the values of each head before quantization; or "lambda" to smooth the
+            keys by the factors of a plan, for key_codec="token" only: groups along a channel do not see its scale.
         boundary_layers: keep so many first and last layers of the model at 8 bits or more, whatever `fbit` says, a
             list of it included.
         on_overflow: past the budget at `fbit`, "grow" (allocate more, warn once) or "error".
@@ -121,6 +122,11 @@ class PMKVQConfig(Options):
         _check_choice("transform", self.transform, get_args(TransformName))
         _check_choice("on_overflow", self.on_overflow, get_args(Overflow))
         _check_choice("kernel", self.kernel, get_args(Kernel))
+        if self.transform == "lambda" and self.key_codec != "token":
+            raise ValueError(
+                "transform='lambda' changes nothing with key_codec='channel', where a group lies within one channel; "
+                "use it with key_codec='token', or say transform='none'"
+            )
         if self.key_codec == "channel" and self.group_size % 16:
             raise ValueError(
                 f"group_size must be a multiple of 16 with key_codec='channel', as it is the number of tokens that "

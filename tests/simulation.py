@@ -98,6 +98,7 @@ class Rules:
     group: int = 16
     channel: bool = True
     hadamard: bool = False
+    smooth: bool = False
     initial_bits: int = 16
 
     def options(self, **more: Any) -> dict[str, Any]:
@@ -109,7 +110,7 @@ class Rules:
             "window": self.window,
             "group_size": self.group,
             "key_codec": "channel" if self.channel else "token",
-            "transform": "hadamard" if self.hadamard else "none",
+            "transform": "hadamard" if self.hadamard else "lambda" if self.smooth else "none",
             "initial_bits": self.initial_bits,
             **more,
         }
@@ -149,6 +150,12 @@ class Rules:
         return next((b for b in WIDTHS if self.fbit <= b <= start and pages * self.page_bytes(b) <= room), self.fbit)
 
 
+def key_scale(rules: Rules) -> np.ndarray:
+    """Factors from 1/8 to 5, another one for each channel and head, float32 [heads, key_dim]."""
+    heads, channels = np.arange(rules.heads)[:, None], np.arange(rules.key_dim)
+    return np.float32((1 + (7 * channels + 3 * heads) % 5) / 2.0 ** ((channels + heads) % 4))
+
+
 def max_length_for(layers: list[Rules], budget_bytes: int) -> int:
     """Most tokens that fit `budget_bytes` together, by trying."""
     length = 1
@@ -166,6 +173,8 @@ class Page:
         self.sides = []
         for is_value, exact in enumerate(self.exact):
             data, axis = to_numpy(exact), 1 if rules.channel and not is_value else 2
+            if rules.smooth and not is_value:
+                data = to_numpy(torch.from_numpy(data / key_scale(rules)[:, None]).to(rules.dtype))
             if rules.hadamard and is_value:
                 rotated = data.astype(np.float64) @ hadamard(rules.value_dim)
                 data = to_numpy(torch.from_numpy(rotated.astype(np.float32)).to(rules.dtype))
@@ -190,6 +199,8 @@ class Page:
         out = []
         for is_value, (code16, low, high, axis) in enumerate(self.sides):
             x = dequantize(narrow(code16, bits), low, high, bits, self.rules.group, axis)
+            if self.rules.smooth and not is_value:
+                x = x * key_scale(self.rules)[:, None]
             if self.rules.hadamard and is_value:
                 x = (x.astype(np.float64) @ hadamard(self.rules.value_dim)).astype(np.float32)
             out.append(torch.from_numpy(x).to(self.rules.dtype)[:, : self.held])

@@ -45,8 +45,13 @@ class KVQCache(Cache):
         )
 
     @classmethod
-    def options_of(cls, model_config: PretrainedConfig, given: Any, max_length: int | None = None) -> Any:
-        """The options, as an object of `config_class`, that a user gave; see `hf_kvq.hub.options.resolve`."""
+    def options_of(
+        cls, model_config: PretrainedConfig, given: Any, max_length: int | None = None
+    ) -> tuple[Any, dict[str, torch.Tensor]]:
+        """The options, as an object of `config_class`, that a user gave, and tensors of their plan.
+
+        See `hf_kvq.hub.options.resolve`.
+        """
         from ..hub.options import resolve  # here, as plans build on the caches
 
         return resolve(cls.config_class, model_config, given, max_length)

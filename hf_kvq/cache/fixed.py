@@ -44,7 +44,7 @@ class FixedLayer(KVQLayer):
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        codecs = block_codecs(shape, self.page_tokens, "channel", self.group_size, None, keys.device.type)
+        codecs = block_codecs(shape, self.page_tokens, "channel", self.group_size, (None, None), keys.device.type)
         self.layout = LayerLayout(shape, self.sink_tokens, 0, *codecs, value_bits=self.value_bits)
         batch = keys.shape[0]
         self.body = self._make_body(batch)

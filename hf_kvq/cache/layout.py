@@ -12,7 +12,7 @@ from ..codecs import BlockCodec
 from ..codecs.block import Axis
 from ..config import PMKVQConfig
 from ..ops import byte_orders
-from ..transforms import HadamardRotation, Transform
+from ..transforms import ChannelScale, HadamardRotation, Transform
 
 
 #: Tokens that leave the window together where the codec does not dictate it.
@@ -51,10 +51,20 @@ class LayerLayout:
     value_bits: int | None = None
 
     @classmethod
-    def of(cls, config: PMKVQConfig, shape: LayerShape, device_type: str = "cpu") -> LayerLayout:
+    def of(
+        cls,
+        config: PMKVQConfig,
+        shape: LayerShape,
+        device_type: str = "cpu",
+        key_scale: torch.Tensor | None = None,
+    ) -> LayerLayout:
+        """The layout that `config` gives a layer; `key_scale` is its λ, float32 [heads, key_dim], where there is one."""
         page = config.group_size if config.key_codec == "channel" else PAGE_TOKENS
-        transform = HadamardRotation(shape.value_dim) if config.transform == "hadamard" else None
-        codecs = block_codecs(shape, page, config.key_codec, config.group_size, transform, device_type)
+        transforms = (
+            None if key_scale is None else ChannelScale(key_scale),
+            HadamardRotation(shape.value_dim) if config.transform == "hadamard" else None,
+        )
+        codecs = block_codecs(shape, page, config.key_codec, config.group_size, transforms, device_type)
         return cls(shape, config.sink_tokens, config.window, *codecs)
 
     @property
@@ -88,14 +98,19 @@ class LayerLayout:
 
 
 def block_codecs(
-    shape: LayerShape, tokens: int, key_axis: Axis, group_size: int, transform: Transform | None, device_type: str
+    shape: LayerShape,
+    tokens: int,
+    key_axis: Axis,
+    group_size: int,
+    transforms: tuple[Transform | None, Transform | None],
+    device_type: str,
 ) -> tuple[BlockCodec, BlockCodec]:
     """Codecs of keys and of values, per token, whose bytes lie as the kernels of `device_type` want them."""
     orders = byte_orders(device_type, shape.key_dim)
     common = (shape.heads, tokens)
     return (
-        BlockCodec(*common, shape.key_dim, shape.dtype, key_axis, group_size, None, orders[0]),
-        BlockCodec(*common, shape.value_dim, shape.dtype, "token", group_size, transform, orders[1]),
+        BlockCodec(*common, shape.key_dim, shape.dtype, key_axis, group_size, transforms[0], orders[0]),
+        BlockCodec(*common, shape.value_dim, shape.dtype, "token", group_size, transforms[1], orders[1]),
     )
 
 

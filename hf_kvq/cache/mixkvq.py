@@ -44,7 +44,8 @@ class MixKVQCache(KVQCache):
         config: MixKVQConfig | dict[str, Any] | None = None,
         max_length: int | None = None,
     ):
-        self.config = config = self.options_of(model_config, config)
+        config, _ = self.options_of(model_config, config)
+        self.config = config
         layers, full_attention = stock_layers(model_config.get_text_config(decoder=True))
         padding = Padding()
         for i in full_attention:
@@ -75,7 +76,8 @@ class KIVICache(KVQCache):
         config: KIVIConfig | dict[str, Any] | None = None,
         max_length: int | None = None,
     ):
-        self.config = config = self.options_of(model_config, config)
+        config, _ = self.options_of(model_config, config)
+        self.config = config
         layers, full_attention = stock_layers(model_config.get_text_config(decoder=True))
         padding = Padding()
         for i in full_attention:

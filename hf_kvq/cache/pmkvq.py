@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers import PretrainedConfig
 
 from ..config import PMKVQConfig
 from .base import KVQCache, stock_layers
 from .padding import Padding
 from .progressive import ProgressiveLayer
+
+
+#: Name of a plan's tensor with λ, float32 [quantized layers, KV heads, head_dim].
+KEY_SCALE = "key_scale"
 
 
 class PMKVQCache(KVQCache):
@@ -42,7 +48,8 @@ class PMKVQCache(KVQCache):
         config: PMKVQConfig | dict[str, Any] | None = None,
         max_length: int | None = None,
     ):
-        self.config = config = self.options_of(model_config, config, max_length)
+        config, tensors = self.options_of(model_config, config, max_length)
+        self.config = config
         model_config = model_config.get_text_config(decoder=True)
         max_length = config.max_length or max_length or getattr(model_config, "max_position_embeddings", None)
         if max_length is None and config.budget_bytes is None:
@@ -51,7 +58,19 @@ class PMKVQCache(KVQCache):
             )
         layers, full_attention = stock_layers(model_config)
         fbits = config.layer_fbits(len(layers), full_attention)
+        scales = self._key_scales(tensors, len(full_attention))
         padding = Padding()
-        for i, fbit in zip(full_attention, fbits):
-            layers[i] = ProgressiveLayer(config, fbit, fbits, max_length, padding)
+        for i, fbit, scale in zip(full_attention, fbits, scales):
+            layers[i] = ProgressiveLayer(config, fbit, fbits, max_length, padding, scale)
         super().__init__(layers, padding)
+
+    def _key_scales(self, tensors: dict[str, torch.Tensor], layers: int) -> Sequence[torch.Tensor | None]:
+        """λ of each quantized layer, float32 [heads, head_dim], where the options ask for it."""
+        if self.config.transform != "lambda":
+            return [None] * layers
+        if (scale := tensors.get(KEY_SCALE)) is None:
+            raise ValueError(
+                "transform='lambda' needs the factors of a plan: give one that `hf-kvq calibrate` made with this "
+                "transform, as plan=, or leave the transform out"
+            )
+        return scale.float().unbind()

@@ -33,6 +33,7 @@ class ProgressiveLayer(KVQLayer):
         all_fbits: final widths of all quantized layers; together they share `config.budget_bytes`.
         max_length: tokens per request that the budget is made for, unless `config.budget_bytes` says it.
         padding: the padding columns of the batch, shared by the layers of a cache.
+        key_scale: λ of this layer, float32 [heads, key_dim]; part of the plan, so its bytes are not the cache's.
     """
 
     def __init__(
@@ -42,8 +43,10 @@ class ProgressiveLayer(KVQLayer):
         all_fbits: tuple[int, ...],
         max_length: int,
         padding: Padding | None = None,
+        key_scale: torch.Tensor | None = None,
     ):
         self.config, self.fbit, self.all_fbits, self.max_length = config, fbit, all_fbits, max_length
+        self.key_scale = key_scale
         super().__init__(
             padding if padding is not None else Padding(),
             require_kernel(config.kernel),
@@ -59,7 +62,15 @@ class ProgressiveLayer(KVQLayer):
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        self.layout = LayerLayout.of(self.config, shape, keys.device.type)
+        scale = self.key_scale
+        if scale is not None:
+            if tuple(scale.shape) != (shape.heads, shape.key_dim):
+                raise ValueError(
+                    f"the plan's {tuple(scale.shape)} factors (KV heads, head_dim) do not go with this layer's keys, "
+                    f"which have {(shape.heads, shape.key_dim)}"
+                )
+            scale = scale.to(keys.device)
+        self.layout = LayerLayout.of(self.config, shape, keys.device.type, scale)
         if self.config.budget_bytes is not None:
             self.max_length = length_for_budget(self.layout, self.all_fbits, self.config.budget_bytes)
         self.page_tokens = self.layout.page_tokens

@@ -1,11 +1,12 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""From what a user gives a cache, a plan included, to the options it is made with."""
+"""From what a user gives a cache, a plan included, to the options and tensors it is made with."""
 
 from __future__ import annotations
 
 import os
 from typing import Any, TypeVar
 
+import torch
 from transformers import PretrainedConfig
 
 from ..config import Options
@@ -25,8 +26,10 @@ _CONTRADICTS = {
 }
 
 
-def resolve(config_class: type[T], model_config: PretrainedConfig, given: Any, max_length: int | None = None) -> T:
-    """The options of a cache.
+def resolve(
+    config_class: type[T], model_config: PretrainedConfig, given: Any, max_length: int | None = None
+) -> tuple[T, dict[str, torch.Tensor]]:
+    """The options of a cache, and the tensors that its plan holds.
 
     Args:
         config_class: the method's options.
@@ -41,10 +44,10 @@ def resolve(config_class: type[T], model_config: PretrainedConfig, given: Any, m
     if isinstance(given, KVQPlan):
         given = {"plan": given}
     if not isinstance(given, dict) or "plan" not in given:
-        return config_class.of(given)
+        return config_class.of(given), {}
     plan, given = given["plan"], {key: value for key, value in given.items() if key != "plan"}
     if plan is None:
-        return config_class.of(given)
+        return config_class.of(given), {}
     if isinstance(plan, (str, os.PathLike)):
         plan = KVQPlan.from_pretrained(plan)
     if not isinstance(plan, KVQPlan):
@@ -52,7 +55,7 @@ def resolve(config_class: type[T], model_config: PretrainedConfig, given: Any, m
     if type(plan.config) is not config_class:
         raise ValueError(f"a {plan.method} plan holds no options of {config_class.__name__}: {plan!r}")
     plan.check_fits(model_config)
-    return config_class.of({**_left(plan, given, max_length), **given})
+    return config_class.of({**_left(plan, given, max_length), **given}), plan.tensors
 
 
 def _left(plan: KVQPlan, given: dict[str, Any], max_length: int | None) -> dict[str, Any]:

@@ -31,15 +31,17 @@ def attend(
     packed = next((part for part in parts if isinstance(part, PackedPart)), None)
 
     def call(exact: list[ExactPart], packed: PackedPart | None) -> tuple[torch.Tensor, torch.Tensor]:
+        q = query if packed is None else packed.adapt(query)
         keys, values, masks = ([getattr(part, name) for part in exact] for name in ("keys", "values", "mask"))
         body = (None, None, None, [], None)
         if packed is not None:
             layout = page_layout(packed.keys, packed.values, packed.bits)
             body = (packed.pages, packed.mask, _starts(packed), packed.record_tensors(), layout)
-        out, lse = kernel(query, keys, values, masks, *body, scaling, softcap or 0.0)
+        out, lse = kernel(q, keys, values, masks, *body, scaling, softcap or 0.0)
         return (out if packed is None else packed.restore(out)), lse
 
-    # What comes out of transformed values must be brought back before it is added to other values.
+    # Transformed keys want another query, and what comes out of transformed values must be brought back before it is
+    # added to other values.
     if packed is not None and packed.is_transformed and exact:
         out, lse = _merged([call(exact, None), call([], packed)])
     else:

@@ -85,7 +85,7 @@ def _attend_block(
     for part in parts:
         heads = part.heads
         # Query heads that share a KV head become rows of one matrix product.
-        q = (query.to(compute) * scaling).reshape(rows, heads, -1, query.shape[-1])
+        q = (part.adapt(query.to(compute)) * scaling).reshape(rows, heads, -1, query.shape[-1])
         partial = None
         for keys, values, mask in _blocks(part, query_heads * n_queries * rows, queries):
             scores = q @ keys.to(compute).transpose(-1, -2)

@@ -51,7 +51,7 @@ def shrink_pages(
     A page is a block of keys and one of values. A narrower page never lies behind its wider self.
     """
     keys, values = codecs
-    if kernel != "torch" and (bits < 16 or values.transform is None):
+    if kernel != "torch" and (bits < 16 or (keys.transform, values.transform) == (None, None)):
         orders = [BYTE_ORDERS.index(codec.byte_order) for codec in codecs]
         if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype), *orders) is None:
             hf_kvq_kernels.shrink_(data, pages, page_layout(keys, values, (bits, bits)), target_bits, *orders)

@@ -25,6 +25,9 @@ class Part(Protocol):
     def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """(start, stop, keys, values) of about `size` tokens at a time, [rows, heads, tokens, dim]."""
 
+    def adapt(self, query: torch.Tensor) -> torch.Tensor:
+        """Query -> the space of this part's keys."""
+
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """Attention output over this part's values -> the values' own space."""
 
@@ -51,6 +54,10 @@ class ExactPart:
         for start in range(0, tokens, size):
             stop = min(start + size, tokens)
             yield start, stop, self.keys[:, :, start:stop], self.values[:, :, start:stop]
+
+    def adapt(self, query: torch.Tensor) -> torch.Tensor:
+        """Query -> the space of this part's keys."""
+        return query
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """Attention output of this part -> the values' own space."""
@@ -80,7 +87,7 @@ class PackedPart:
         return self.values.dim
 
     def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
-        """(start, stop, keys, values) of about `size` tokens, whole pages, at a time."""
+        """(start, stop, keys, values) of about `size` tokens, whole pages, at a time; both still transformed."""
         step = max(1, size // self.keys.tokens)
         start = 0
         for first in range(0, self.pages.shape[1], step):
@@ -95,12 +102,17 @@ class PackedPart:
             start = stop
 
     def decode_keys(self, first: int, last: int) -> torch.Tensor:
-        """Keys of the pages `[first, last)`, [rows, heads, tokens, dim]."""
+        """Keys of the pages `[first, last)`, [rows, heads, tokens, dim], still transformed."""
         return self.keys.decode(self.pages[:, first:last, : self._split], self.bits[0])
 
     def decode_values(self, first: int, last: int) -> torch.Tensor:
         """Values of the pages `[first, last)`, [rows, heads, tokens, dim], still transformed."""
         return self.values.decode(self.pages[:, first:last, self._split :], self.bits[1])
+
+    def adapt(self, query: torch.Tensor) -> torch.Tensor:
+        """Query -> the space of this part's keys."""
+        is_plain = self.keys.transform is None or self.bits[0] == 16
+        return query if is_plain else self.keys.transform.dual(query)
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """Attention output of this part -> the values' own space."""
@@ -108,8 +120,9 @@ class PackedPart:
 
     @property
     def is_transformed(self) -> bool:
-        """Whether `restore` does anything."""
-        return self.values.transform is not None and self.bits[1] != 16
+        """Whether `adapt` or `restore` does anything."""
+        codecs = zip((self.keys, self.values), self.bits)
+        return any(codec.transform is not None and bits != 16 for codec, bits in codecs)
 
     def record_tensors(self) -> list[torch.Tensor]:
         """What kernels need beyond the pages."""

@@ -8,14 +8,18 @@ from typing import Protocol
 import torch
 
 from .hadamard import HadamardRotation
+from .scaling import ChannelScale
 
 
-__all__ = ["HadamardRotation", "Transform"]
+__all__ = ["ChannelScale", "HadamardRotation", "Transform"]
 
 
 class Transform(Protocol):
-    """An invertible linear map of the channels of one head ([..., head_dim], computed in float32)."""
+    """An invertible linear map of the channels of each head ([..., heads, tokens, head_dim], computed in float32)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor: ...
 
     def inverse(self, x: torch.Tensor) -> torch.Tensor: ...
+
+    def dual(self, query: torch.Tensor) -> torch.Tensor:
+        """What becomes of queries where keys are transformed: inner products stay as they were."""

@@ -31,4 +31,4 @@ class HadamardRotation:
             width *= 2
         return x.flatten(-2) / math.sqrt(self.block)
 
-    inverse = forward
+    inverse = dual = forward

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Cache, LlamaConfig, LlavaConfig, MistralConfig, PreTrainedConfig
+from transformers import Cache, DynamicCache, LlamaConfig, LlavaConfig, MistralConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import hf_kvq
 from conftest import CONFIGS, cache_of, feed, forward, kv, make_cache, random_ids, storage_bytes, tiny_model
-from hf_kvq import BudgetExceededError, PMKVQCache, PMKVQConfig
+from hf_kvq import BudgetExceededError, KVQPlan, PMKVQCache, PMKVQConfig
 from simulation import Rules, Simulation, assert_equal, max_length_for
 
 
@@ -260,3 +260,71 @@ def test_empty_cache_allows_all_operations():
     assert cache.nbytes() == 0 and copy.deepcopy(cache).get_seq_length() == 0
     feed(cache, kv(RULES, 30))
     assert cache.get_seq_length() == 30
+
+
+# --- smoothed keys -------------------------------------------------------------------------------------------------
+
+
+SMOOTHED = {"key_codec": "token", "transform": "lambda", "window": 8, "group_size": 16, "max_length": 60}
+
+
+def smoothed_plan(model, layers=3, scale=None, **options):
+    if scale is None:
+        scale = torch.rand(layers, 2, 16, generator=torch.Generator().manual_seed(0)) * 8 + 0.1
+    return KVQPlan.of(model, PMKVQConfig(**{**SMOOTHED, **options}), tensors={"key_scale": scale})
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("fbit", [8, 2])
+def test_smoothed_keys_are_attended_to_in_their_own_size(attention, fbit):
+    model = tiny_model("qwen3", attention)
+    cache = PMKVQCache(model.config, {"plan": smoothed_plan(model, fbit=fbit)})
+    ids = random_ids(2, 70)
+    forward(model, cache, ids[:, :60])
+    assert cache.layer_bits() == [fbit] * 3
+    stock = DynamicCache(config=model.config)
+    for i in range(3):
+        stock.update(*cache.dequantize(i), i)
+    got, wanted = forward(model, cache, ids[:, 60:]), forward(model, stock, ids[:, 60:])
+    torch.testing.assert_close(got, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_smoothing_loses_nothing_before_the_budget_binds():
+    model, ids = tiny_model(), random_ids(1, 60)
+    cache = PMKVQCache(model.config, {"plan": smoothed_plan(model, fbit=16)})
+    stock = DynamicCache(config=model.config)
+    forward(model, cache, ids), forward(model, stock, ids)
+    for i in range(3):
+        keys, values = cache.dequantize(i)
+        assert torch.equal(keys, stock.layers[i].keys) and torch.equal(values, stock.layers[i].values)
+
+
+def test_the_scale_of_all_factors_does_not_matter():
+    model, ids = tiny_model(), random_ids(1, 60)
+    scale = torch.rand(3, 2, 16, generator=torch.Generator().manual_seed(1)) + 0.5
+    caches = [PMKVQCache(model.config, {"plan": smoothed_plan(model, scale=x)}) for x in (scale, 4 * scale)]
+    for cache in caches:
+        forward(model, cache, ids)
+    for i in range(3):
+        torch.testing.assert_close(*(cache.dequantize(i)[0] for cache in caches))
+
+
+def test_smoothing_needs_factors_and_keys_per_token():
+    model = tiny_model()
+    with pytest.raises(ValueError, match="needs the factors of a plan"):
+        PMKVQCache(model.config, SMOOTHED)
+    with pytest.raises(ValueError, match="key_codec='token'"):
+        PMKVQConfig(transform="lambda")
+    plan = smoothed_plan(model)
+    with pytest.raises(ValueError, match="transform='none'"):
+        PMKVQCache(model.config, {"plan": plan, "key_codec": "channel"})
+    assert PMKVQCache(model.config, {"plan": plan, "fbit": 2}).config.transform == "lambda"
+    off = PMKVQCache(model.config, {"plan": plan, "transform": "none"})
+    forward(model, off, random_ids(1, 60))
+    assert off.layers[0].layout.keys.transform is None
+
+
+def test_factors_of_another_number_of_heads_are_refused():
+    cache = PMKVQCache(tiny_model().config, {"plan": smoothed_plan(tiny_model())})
+    with pytest.raises(ValueError, match=r"\(2, 16\) factors.*\(3, 16\)"):
+        cache.update(torch.zeros(1, 3, 20, 16), torch.zeros(1, 3, 20, 16), 0)

@@ -41,10 +41,16 @@ ROTATED = [
     Rules(1, 32, 16, FP16, hadamard=True),
     Rules(2, 80, 80, BF16, hadamard=True, channel=False, group=32),
 ]
+SMOOTHED = [
+    Rules(2, 32, 48, FP32, channel=False, smooth=True),
+    Rules(1, 80, 80, BF16, channel=False, smooth=True, group=32),
+    Rules(3, 24, 24, FP16, channel=False, smooth=True, group=100, sink=4, window=17),
+]
 
 
 def name_of(rules: Rules) -> str:
-    kind = ("channel" if rules.channel else "token") + ("-hadamard" if rules.hadamard else "")
+    kind = "channel" if rules.channel else "token"
+    kind += "-hadamard" if rules.hadamard else "-lambda" if rules.smooth else ""
     return f"{kind}-{rules.key_dim}x{rules.value_dim}-g{rules.group}-{str(rules.dtype)[6:]}"
 
 
@@ -66,7 +72,7 @@ def max_length_of(rules: Rules) -> int:
 
 
 @pytest.mark.parametrize("cuts", ["one call", "chunks", "one by one"])
-@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED], ids=name_of)
+@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED, *SMOOTHED], ids=name_of)
 def test_any_history_gives_the_same_bytes(rules, cuts):
     rules = replace(rules, max_length=max_length_of(rules))
     tokens = rules.max_length - 2
@@ -258,7 +264,7 @@ def test_sink_and_window_are_exact_at_any_time(channel, sink, window):
     assert not torch.equal(cache.dequantize(0)[0], data[0])
 
 
-@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED], ids=name_of)
+@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED, *SMOOTHED], ids=name_of)
 def test_no_loss_until_the_budget_binds(rules):
     rules = replace(rules, fbit=4, max_length=rules.sink + rules.window + 9 * rules.page)
     cache, layer, _ = paired(rules)

@@ -21,7 +21,7 @@ import hf_kvq.ops
 import hf_kvq_kernels
 import simulation
 from conftest import cache_of, generate, kv, left_padded, tiny_model
-from hf_kvq import KIVICache, KIVIConfig, MixKVQCache, MixKVQConfig, PMKVQCache, PMKVQConfig
+from hf_kvq import KIVICache, KIVIConfig, KVQPlan, MixKVQCache, MixKVQConfig, PMKVQCache, PMKVQConfig
 from hf_kvq.codecs import BlockCodec
 from hf_kvq.codecs.tiered import TieredBlock, TieredKeyCodec
 from hf_kvq.ops import ExactPart, PackedPart, byte_orders
@@ -864,13 +864,22 @@ def watched(monkeypatch):
 
 def caches(kind: str, **options: Any) -> list:
     """The same cache twice, with kernels and without."""
-    model = LlamaConfig(num_hidden_layers=1)
+    shape = {"num_attention_heads": QUERY_HEADS, "num_key_value_heads": HEADS, "head_dim": KEY_DIM}
+    model = LlamaConfig(num_hidden_layers=1, hidden_size=QUERY_HEADS * KEY_DIM, **shape)
     made = {
-        "pmkvq": lambda kernel: PMKVQCache(model, PMKVQConfig(**{**PMKVQ, **options, "kernel": kernel})),
+        "pmkvq": lambda kernel: PMKVQCache(model, {**pmkvq_options(model, {**PMKVQ, **options}), "kernel": kernel}),
         "mixkvq": lambda kernel: MixKVQCache(model, MixKVQConfig(**{**FIXED, **MIXED, **options, "kernel": kernel})),
         "kivi": lambda kernel: KIVICache(model, KIVIConfig(**{**FIXED, **options, "kernel": kernel})),
     }[kind]
     return [made("cpu"), made("torch")]
+
+
+def pmkvq_options(model: LlamaConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, or a plan with them where factors for the keys are needed."""
+    if options.get("transform") != "lambda":
+        return options
+    scale = torch.linspace(0.2, 5, HEADS * KEY_DIM).view(1, HEADS, KEY_DIM)
+    return {"plan": KVQPlan.of(model, PMKVQConfig(**options), tensors={"key_scale": scale})}
 
 
 PMKVQ = {"window": 6, "group_size": 16, "max_length": 150, "sink_tokens": 2, "fbit": 2}
@@ -881,6 +890,7 @@ KINDS = {
     "pmkvq, lossless": ("pmkvq", {"fbit": 16}),
     "pmkvq, fixed 8": ("pmkvq", {"fbit": 8, "initial_bits": 8}),
     "pmkvq, per token, hadamard": ("pmkvq", {"fbit": 4, "key_codec": "token", "transform": "hadamard"}),
+    "pmkvq, per token, lambda": ("pmkvq", {"fbit": 2, "key_codec": "token", "transform": "lambda"}),
     "mixkvq": ("mixkvq", {}),
     "mixkvq, other groups": ("mixkvq", {"residual": 48, "group_size": 32, "value_bits": 4}),
     "kivi": ("kivi", {"bits": 2}),
