@@ -15,7 +15,8 @@ from .codecs import WIDTHS
 T = TypeVar("T", bound="Options")
 
 KeyCodec = Literal["token", "channel"]
-TransformName = Literal["none", "hadamard", "lambda"]
+TransformName = Literal["none", "hadamard", "hadamard_kv", "lambda"]
+ValueTransform = Literal["none", "hadamard"]
 Overflow = Literal["grow", "error"]
 Kernel = Literal["auto", "triton", "cpu", "torch"]
 
@@ -71,6 +72,8 @@ class PMKVQConfig(Options):
     Args:
         fbit: final width of every layer, or one per quantized layer, from the first on: 16 (never quantized), 8, 4 or
             2. The budget is what `max_length` tokens take at this width.
+        value_fbit: final width of the values where it is another one than the keys', in the same form. Both narrow
+            together until one of them is there.
         max_length: tokens per request the budget is made for. `generate` knows it; without `generate` the default is
             the model's `max_position_embeddings`.
         budget_bytes: bytes per request for all layers together, instead of `fbit * max_length`.
@@ -80,8 +83,11 @@ class PMKVQConfig(Options):
         group_size: elements that share one (min, max): channels of a token, or tokens of a channel.
         key_codec: "channel" (groups along the tokens of a key channel, best at equal bytes) or "token" (as in the
             paper). Values are always quantized per token.
-        transform: "none"; "hadamard" to rotate the values of each head before quantization; or "lambda" to smooth the
-            keys by the factors of a plan, for key_codec="token" only: groups along a channel do not see its scale.
+        transform: "none"; "hadamard" to rotate the values of each head before quantization; "hadamard_kv" to rotate
+            keys as well, which ruins models whose keys have a bias; or "lambda" to smooth the keys by the factors of a
+            plan, for key_codec="token" only: groups along a channel do not see its scale.
+        key_clip, value_clip: share of a group's range, around its middle, that is kept; what lies outside is moved to
+            its edge. Less than 1 pays at 2 bits, for rotated values most, and costs at 4 and 8, also on the way to 2.
         boundary_layers: keep so many first and last layers of the model at 8 bits or more, whatever `fbit` says, a
             list of it included.
         on_overflow: past the budget at `fbit`, "grow" (allocate more, warn once) or "error".
@@ -92,6 +98,7 @@ class PMKVQConfig(Options):
     """
 
     fbit: int | tuple[int, ...] = 4
+    value_fbit: int | tuple[int, ...] | None = None
     max_length: int | None = None
     budget_bytes: int | None = None
     initial_bits: int = 16
@@ -100,17 +107,16 @@ class PMKVQConfig(Options):
     group_size: int = 128
     key_codec: KeyCodec = "channel"
     transform: TransformName = "none"
+    key_clip: float = 1.0
+    value_clip: float = 1.0
     boundary_layers: int = 0
     on_overflow: Overflow = "grow"
     kernel: Kernel = "auto"
 
     def __post_init__(self):
-        if isinstance(self.fbit, list):
-            object.__setattr__(self, "fbit", tuple(self.fbit))
-        for bits in self.fbit if isinstance(self.fbit, tuple) else (self.fbit,):
-            _check_choice("fbit", bits, WIDTHS)
-        if self.fbit == ():
-            raise ValueError("fbit is an empty list; give one width for all layers, or one per layer")
+        object.__setattr__(self, "fbit", _widths("fbit", self.fbit))
+        if self.value_fbit is not None:
+            object.__setattr__(self, "value_fbit", _widths("value_fbit", self.value_fbit))
         _check_choice("initial_bits", self.initial_bits, WIDTHS)
         _check_int("max_length", self.max_length, 1, optional=True)
         _check_int("budget_bytes", self.budget_bytes, 1, optional=True)
@@ -120,6 +126,8 @@ class PMKVQConfig(Options):
         _check_int("boundary_layers", self.boundary_layers, 0)
         _check_choice("key_codec", self.key_codec, get_args(KeyCodec))
         _check_choice("transform", self.transform, get_args(TransformName))
+        for name in ("key_clip", "value_clip"):
+            _check_share(name, getattr(self, name))
         _check_choice("on_overflow", self.on_overflow, get_args(Overflow))
         _check_choice("kernel", self.kernel, get_args(Kernel))
         if self.transform == "lambda" and self.key_codec != "token":
@@ -134,25 +142,38 @@ class PMKVQConfig(Options):
             )
 
     def layer_fbits(self, num_layers: int, quantized: Sequence[int] | None = None) -> tuple[int, ...]:
-        """Final width of each quantized layer of a model of `num_layers` layers.
+        """Final width of the keys of each quantized layer, and of its values unless `value_fbit` says otherwise.
+
+        See `layer_widths`.
+        """
+        return tuple(keys for keys, _ in self.layer_widths(num_layers, quantized))
+
+    def layer_widths(self, num_layers: int, quantized: Sequence[int] | None = None) -> tuple[tuple[int, int], ...]:
+        """Final widths of keys and values of each quantized layer of a model of `num_layers` layers.
 
         Args:
             num_layers: all layers of the model.
             quantized: indices of those that are quantized; None if all are.
 
         Raises:
-            ValueError: `fbit` is a list of another length.
+            ValueError: `fbit` or `value_fbit` is a list of another length.
         """
         quantized = range(num_layers) if quantized is None else quantized
-        fbits = self.fbit if isinstance(self.fbit, tuple) else (self.fbit,) * len(quantized)
-        if len(fbits) != len(quantized):
-            which = "" if len(quantized) == num_layers else f" that are quantized, of {num_layers}"
-            raise ValueError(
-                f"fbit lists {len(fbits)} layers, but the model has {len(quantized)}{which}; give one width per "
-                "quantized layer"
-            )
         is_boundary = [min(i, num_layers - 1 - i) < self.boundary_layers for i in quantized]
-        return tuple(max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_boundary))
+
+        def of_layers(name: str) -> list[int]:
+            given = getattr(self, name)
+            fbits = given if isinstance(given, tuple) else (given,) * len(quantized)
+            if len(fbits) != len(quantized):
+                which = "" if len(quantized) == num_layers else f" that are quantized, of {num_layers}"
+                raise ValueError(
+                    f"{name} lists {len(fbits)} layers, but the model has {len(quantized)}{which}; give one width per "
+                    "quantized layer"
+                )
+            return [max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_boundary)]
+
+        keys = of_layers("fbit")
+        return tuple(zip(keys, keys if self.value_fbit is None else of_layers("value_fbit")))
 
 
 @dataclass(frozen=True)
@@ -171,6 +192,9 @@ class MixKVQConfig(Options):
             2 to 16, (min, max) not counted. The default is 2.5, unless thresholds are given.
         importance: "query", or "none" to rank channels by quantization difficulty alone.
         importance_window: "all" queries up to a page's end count for it, or only those since the "page" before.
+        transform: "none", or "hadamard" to rotate the values of each head before quantization.
+        key_clip, value_clip: as in `PMKVQConfig`; of the keys, UINT2 channels are clipped.
+        boundary_layers: keep so many first and last layers of the model at 8 bits, without tiers.
         kernel: "auto", or the implementation that has to be used.
 
     Raises:
@@ -186,6 +210,10 @@ class MixKVQConfig(Options):
     target_bits: float | None = None
     importance: Importance = "query"
     importance_window: ImportanceWindow = "all"
+    transform: ValueTransform = "none"
+    key_clip: float = 1.0
+    value_clip: float = 1.0
+    boundary_layers: int = 0
     kernel: Kernel = "auto"
 
     def __post_init__(self):
@@ -194,6 +222,10 @@ class MixKVQConfig(Options):
         _check_choice("value_bits", self.value_bits, (2, 4, 8))
         _check_choice("importance", self.importance, get_args(Importance))
         _check_choice("importance_window", self.importance_window, get_args(ImportanceWindow))
+        _check_choice("transform", self.transform, get_args(ValueTransform))
+        for name in ("key_clip", "value_clip"):
+            _check_share(name, getattr(self, name))
+        _check_int("boundary_layers", self.boundary_layers, 0)
         _check_choice("kernel", self.kernel, get_args(Kernel))
         for name in ("tau_bf16", "tau_uint4"):
             object.__setattr__(self, name, _tau(name, getattr(self, name)))
@@ -237,18 +269,21 @@ class KIVIConfig(Options):
     Args:
         bits: width of keys and values: 2, 4 or 8.
         residual, group_size, sink_tokens, kernel: as in `MixKVQConfig`; KIVI itself has no sinks.
+        boundary_layers: keep so many first and last layers of the model at 8 bits.
     """
 
     bits: int = 2
     residual: int = 128
     group_size: int = 32
     sink_tokens: int = 0
+    boundary_layers: int = 0
     kernel: Kernel = "auto"
 
     def __post_init__(self):
         _check_choice("bits", self.bits, (2, 4, 8))
         _check_page(self.residual, self.group_size)
         _check_int("sink_tokens", self.sink_tokens, 0)
+        _check_int("boundary_layers", self.boundary_layers, 0)
         _check_choice("kernel", self.kernel, get_args(Kernel))
 
 
@@ -272,6 +307,23 @@ def _tau(name: str, value: Any, depth: int = 0) -> Tau | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise TypeError(f"{name} must be a number, one per layer, or one per layer and KV head; got {value!r}")
     return float(value)
+
+
+def _widths(name: str, value: Any) -> int | tuple[int, ...]:
+    """A width, or a list of them, which becomes a tuple."""
+    if value in ([], ()):
+        raise ValueError(f"{name} is an empty list; give one width for all layers, or one per layer")
+    value = tuple(value) if isinstance(value, list) else value
+    for bits in value if isinstance(value, tuple) else (value,):
+        _check_choice(name, bits, WIDTHS)
+    return value
+
+
+def _check_share(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1; got {value!r}")
 
 
 def _check_choice(name: str, value: Any, allowed: tuple) -> None:

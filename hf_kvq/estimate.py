@@ -97,12 +97,12 @@ def cache_bytes(
         batch: number of requests.
     """
     config = dataclasses.replace(config or PMKVQConfig(), fbit=bits)
-    fbits = config.layer_fbits(len(shapes))
+    widths = config.layer_widths(len(shapes))
     return batch * sum(
         layer.bytes_for(length)
         if isinstance(layer, ExactLayer)
-        else LayerLayout.of(config, layer).bytes_for(length, fbit)
-        for layer, fbit in zip(shapes, fbits)
+        else LayerLayout.of(config, layer, floors=pair).bytes_for(length, min(pair))
+        for layer, pair in zip(shapes, widths)
     )
 
 

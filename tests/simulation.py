@@ -83,6 +83,19 @@ def hadamard(dim: int) -> np.ndarray:
     return np.kron(np.eye(dim // block), signs / np.sqrt(block))
 
 
+def clip(x: np.ndarray, share: float, group: int, axis: int, dtype: torch.dtype) -> np.ndarray:
+    """The middle `share` of each group's range, with all that lies outside moved to its edges."""
+    parts = []
+    for part in split_groups(x, group, axis) if share < 1 else [x]:
+        if share < 1:
+            low, high = (f(axis, keepdims=True).clip(-LIMIT, LIMIT) for f in (part.min, part.max))
+            middle, half = (low + high) / np.float32(2), (high - low) * np.float32(share / 2)
+            edges = (to_numpy(torch.from_numpy(edge).to(dtype)) for edge in (middle - half, middle + half))
+            part = np.clip(part, *edges)
+        parts.append(part)
+    return np.concatenate(parts, axis)
+
+
 @dataclass(frozen=True)
 class Rules:
     """One layer: its shape and its options."""
@@ -92,28 +105,49 @@ class Rules:
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
     fbit: int = 2
+    value_fbit: int | None = None
     max_length: int = 128
     sink: int = 1
     window: int = 4
     group: int = 16
     channel: bool = True
     hadamard: bool = False
+    hadamard_keys: bool = False
     smooth: bool = False
+    clips: tuple[float, float] = (1.0, 1.0)
     initial_bits: int = 16
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The same as options of `PMKVQConfig`."""
         return {
             "fbit": self.fbit,
+            "value_fbit": self.value_fbit,
             "max_length": self.max_length,
             "sink_tokens": self.sink,
             "window": self.window,
             "group_size": self.group,
             "key_codec": "channel" if self.channel else "token",
-            "transform": "hadamard" if self.hadamard else "lambda" if self.smooth else "none",
+            "transform": self.transform,
+            "key_clip": self.clips[0],
+            "value_clip": self.clips[1],
             "initial_bits": self.initial_bits,
             **more,
         }
+
+    @property
+    def transform(self) -> str:
+        if self.hadamard:
+            return "hadamard_kv" if self.hadamard_keys else "hadamard"
+        return "lambda" if self.smooth else "none"
+
+    @property
+    def finals(self) -> tuple[int, int]:
+        """Final widths of keys and values."""
+        return self.fbit, self.value_fbit or self.fbit
+
+    def sides(self, bits: int) -> list[int]:
+        """Widths of keys and values when the layer is at `bits`: each stops at its final one."""
+        return [max(bits, final) for final in self.finals]
 
     @property
     def page(self) -> int:
@@ -124,12 +158,13 @@ class Rules:
         return self.heads * (self.key_dim + self.value_dim) * self.dtype.itemsize
 
     def page_bytes(self, bits: int) -> int:
-        if bits == 16:
-            return self.page * self.token_bytes
         key_groups = self.key_dim if self.channel else self.page * -(-self.key_dim // self.group)
         value_groups = self.page * -(-self.value_dim // self.group)
-        codes = self.page * (self.key_dim + self.value_dim) * bits // 8
-        return self.heads * (codes + (key_groups + value_groups) * 2 * self.dtype.itemsize)
+        total = 0
+        for width, dim, groups in zip(self.sides(bits), (self.key_dim, self.value_dim), (key_groups, value_groups)):
+            packed = self.page * dim * width // 8 + groups * 2 * self.dtype.itemsize
+            total += self.heads * (self.page * dim * self.dtype.itemsize if width == 16 else packed)
+        return total
 
     def pages(self, tokens: int) -> int:
         """Pages that have left the window once `tokens` tokens are there."""
@@ -141,13 +176,14 @@ class Rules:
 
     @property
     def budget(self) -> int:
-        return self.bytes_for(self.max_length, self.fbit)
+        return self.bytes_for(self.max_length, min(self.finals))
 
     def width(self, pages: int) -> int:
         """The widest width at which `pages` pages fit what the budget leaves for pages; the final one at least."""
-        room = self.pages(self.max_length) * self.page_bytes(self.fbit)
-        start = max(self.initial_bits, self.fbit)
-        return next((b for b in WIDTHS if self.fbit <= b <= start and pages * self.page_bytes(b) <= room), self.fbit)
+        last = min(self.finals)
+        room = self.pages(self.max_length) * self.page_bytes(last)
+        start = max(self.initial_bits, last)
+        return next((b for b in WIDTHS if last <= b <= start and pages * self.page_bytes(b) <= room), last)
 
 
 def key_scale(rules: Rules) -> np.ndarray:
@@ -175,18 +211,20 @@ class Page:
             data, axis = to_numpy(exact), 1 if rules.channel and not is_value else 2
             if rules.smooth and not is_value:
                 data = to_numpy(torch.from_numpy(data / key_scale(rules)[:, None]).to(rules.dtype))
-            if rules.hadamard and is_value:
-                rotated = data.astype(np.float64) @ hadamard(rules.value_dim)
+            if rules.hadamard and (is_value or rules.hadamard_keys):
+                rotated = data.astype(np.float64) @ hadamard(data.shape[-1])
                 data = to_numpy(torch.from_numpy(rotated.astype(np.float32)).to(rules.dtype))
+            data = clip(data, rules.clips[is_value], rules.group, axis, rules.dtype)
             self.sides.append((*quantize16(data, rules.group, axis), axis))
 
     def content(self, bits: int) -> torch.Tensor:
         """All bytes of this page at `bits`: keys' codes, minima, maxima, then the values', as a CPU wants them."""
-        if bits == 16:
-            return torch.cat([x.contiguous().flatten().view(torch.uint8) for x in self.exact])
         pieces = []
-        for is_value, (code16, low, high, _) in enumerate(self.sides):
-            packed = pack(narrow(code16, bits), bits, axis=1)
+        for is_value, ((code16, low, high, _), width) in enumerate(zip(self.sides, self.rules.sides(bits))):
+            if width == 16:
+                pieces.append(self.exact[is_value].contiguous().flatten().view(torch.uint8))
+                continue
+            packed = pack(narrow(code16, width), width, axis=1)
             pieces.append(torch.from_numpy(cpu_order(packed, is_value).copy()).flatten())
             for ranges in (low, high):
                 pieces.append(torch.from_numpy(ranges).to(self.rules.dtype).flatten().view(torch.uint8))
@@ -194,15 +232,16 @@ class Page:
 
     def visible(self, bits: int) -> list[torch.Tensor]:
         """Keys and values as attention sees them, [heads, held, dim]."""
-        if bits == 16:
-            return [x[:, : self.held] for x in self.exact]
         out = []
-        for is_value, (code16, low, high, axis) in enumerate(self.sides):
-            x = dequantize(narrow(code16, bits), low, high, bits, self.rules.group, axis)
+        for is_value, ((code16, low, high, axis), width) in enumerate(zip(self.sides, self.rules.sides(bits))):
+            if width == 16:
+                out.append(self.exact[is_value][:, : self.held])
+                continue
+            x = dequantize(narrow(code16, width), low, high, width, self.rules.group, axis)
             if self.rules.smooth and not is_value:
                 x = x * key_scale(self.rules)[:, None]
-            if self.rules.hadamard and is_value:
-                x = (x.astype(np.float64) @ hadamard(self.rules.value_dim)).astype(np.float32)
+            if self.rules.hadamard and (is_value or self.rules.hadamard_keys):
+                x = (x.astype(np.float64) @ hadamard(x.shape[-1])).astype(np.float32)
             out.append(torch.from_numpy(x).to(self.rules.dtype)[:, : self.held])
         return out
 
@@ -213,7 +252,7 @@ class Row:
     def __init__(self, rules: Rules):
         self.rules = rules
         self.sink, self.pages, self.recent = [], [], []
-        self.bits = max(rules.initial_bits, rules.fbit)
+        self.bits = max(rules.initial_bits, min(rules.finals))
 
     def __len__(self) -> int:
         return len(self.sink) + sum(page.held for page in self.pages) + len(self.recent)
@@ -242,7 +281,7 @@ class Row:
             else:
                 self.sink.pop()
         if not self.pages:
-            self.bits = max(self.rules.initial_bits, self.rules.fbit)
+            self.bits = max(self.rules.initial_bits, min(self.rules.finals))
 
     def state(self) -> dict[str, Any]:
         held = [page.held for page in self.pages]
@@ -324,7 +363,8 @@ def assert_equal(layer: Any, simulation: Simulation) -> None:
         else:
             # Steps of the decoder may be fused or not, so the last bit of float32 is free.
             rtol = max(torch.finfo(got.dtype).eps, 1e-6)
-            torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol / 2 * float(wanted.abs().max()))
+            largest = float(wanted.abs().max()) if wanted.numel() else 0.0
+            torch.testing.assert_close(got, wanted, rtol=rtol, atol=rtol / 2 * largest)
     exact_regions(layer, simulation)
 
 

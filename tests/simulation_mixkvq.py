@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from simulation import LIMIT, cpu_order, dequantize, narrow, pack, quantize16, to_numpy
+from simulation import LIMIT, clip, cpu_order, dequantize, hadamard, narrow, pack, quantize16, to_numpy
 
 
 UINT2, UINT4, BF16 = 0, 1, 2
@@ -44,6 +44,8 @@ class Rules:
     target_bits: float = 2.5
     importance: str = "query"
     importance_window: str = "all"
+    hadamard: bool = False
+    clips: tuple[float, float] = (1.0, 1.0)
 
     def options(self, **more: Any) -> dict[str, Any]:
         """The same as options of `MixKVQConfig` or `KIVIConfig`, for a model of one layer."""
@@ -56,7 +58,9 @@ class Rules:
             taus = ([tau] if isinstance(tau, tuple) else tau for tau in self.tau)
             choice = dict(zip(("tau_bf16", "tau_uint4"), taus))
         windows = {"importance": self.importance, "importance_window": self.importance_window}
-        return {"value_bits": self.value_bits, **choice, **windows, **common}
+        transform = {"transform": "hadamard" if self.hadamard else "none"}
+        clips = dict(zip(("key_clip", "value_clip"), self.clips))
+        return {"value_bits": self.value_bits, **choice, **windows, **transform, **clips, **common}
 
 
 def tiers_by_threshold(salience: Iterable[float], tau_bf16: float, tau_uint4: float) -> list[int]:
@@ -94,13 +98,18 @@ class Page:
     def __init__(self, rules: Rules, tokens: list[tuple[torch.Tensor, torch.Tensor]], importance: np.ndarray):
         self.rules, self.held = rules, len(tokens)
         self.exact_keys, exact_values = (torch.stack(side, dim=1) for side in zip(*tokens))
-        keys = to_numpy(self.exact_keys)
-        self.keys = quantize16(keys, rules.group, 1)
-        self.values = quantize16(to_numpy(exact_values), rules.group, 2)
+        keys, values = to_numpy(self.exact_keys), to_numpy(exact_values)
         if rules.key_bits is None:
             low, high = (x.clip(-LIMIT, LIMIT).astype(np.float64) for x in (keys.min(1), keys.max(1)))
             self.salience = importance * ((high - low) / 3)
             self.tiers = np.array([self._tiers(head) for head in range(rules.heads)])
+            clipped = clip(keys, rules.clips[0], rules.group, 1, rules.dtype)
+            keys = np.where(self.tiers[:, None] == UINT2, clipped, keys)
+        if rules.hadamard:
+            rotated = values.astype(np.float64) @ hadamard(rules.value_dim)
+            values = to_numpy(torch.from_numpy(rotated.astype(np.float32)).to(rules.dtype))
+        self.keys = quantize16(keys, rules.group, 1)
+        self.values = quantize16(clip(values, rules.clips[1], rules.group, 2, rules.dtype), rules.group, 2)
 
     def _tiers(self, head: int) -> list[int]:
         salience = self.salience[head].tolist()
@@ -159,7 +168,10 @@ class Page:
             visible = keys(self.rules.key_bits)
         code16, low, high = self.values
         bits = self.rules.key_bits or self.rules.value_bits
-        values = torch.from_numpy(dequantize(narrow(code16, bits), low, high, bits, group, 2)).to(dtype)
+        values = dequantize(narrow(code16, bits), low, high, bits, group, 2)
+        if self.rules.hadamard:
+            values = (values.astype(np.float64) @ hadamard(self.rules.value_dim)).astype(np.float32)
+        values = torch.from_numpy(values).to(dtype)
         return [visible[:, : self.held], values[:, : self.held]]
 
 

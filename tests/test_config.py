@@ -9,6 +9,7 @@ from hf_kvq import PMKVQConfig
 
 GOOD = {
     "fbit": [4, 2, 8],
+    "value_fbit": [2, 2, 8],
     "max_length": 1000,
     "budget_bytes": 10**6,
     "initial_bits": 8,
@@ -16,7 +17,9 @@ GOOD = {
     "window": 0,
     "group_size": 48,
     "key_codec": "token",
-    "transform": "hadamard",
+    "transform": "hadamard_kv",
+    "key_clip": 0.9,
+    "value_clip": 0.75,
     "boundary_layers": 2,
     "on_overflow": "error",
     "kernel": "torch",
@@ -38,6 +41,15 @@ BAD = [
         for value in (1.5, "8", True, [8])
     ],
     *[(key, None, TypeError, INTEGER_ERROR) for key in ("sink_tokens", "window", "group_size", "boundary_layers")],
+    *[("value_fbit", value, ValueError, WIDTH_ERROR) for value in (3, 0, True, "4", [4, 3])],
+    ("value_fbit", [], ValueError, "empty"),
+    *[(key, value, ValueError, "above 0 and at most 1") for key in ("key_clip", "value_clip") for value in (0, 1.1)],
+    *[
+        (key, value, TypeError, "must be a number")
+        for key in ("key_clip", "value_clip")
+        for value in (None, "1", True)
+    ],
+    ("key_clip", float("nan"), ValueError, "above 0 and at most 1"),
     ("key_codec", "chanel", ValueError, "'token', 'channel'"),
     ("key_codec", None, ValueError, "'token', 'channel'"),
     ("transform", "rotation", ValueError, "'hadamard'"),
@@ -91,7 +103,8 @@ def test_inputs_are_left_alone():
     config = PMKVQConfig.from_dict(values)
     assert values == GOOD
     values["fbit"].append(2)
-    assert config.fbit == (4, 2, 8)
+    values["value_fbit"].append(2)
+    assert (config.fbit, config.value_fbit) == ((4, 2, 8), (2, 2, 8))
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.fbit = 2
 
@@ -135,6 +148,16 @@ def test_a_list_is_of_the_quantized_layers():
     assert PMKVQConfig(fbit=[4, 2, 4], boundary_layers=2).layer_fbits(6, [1, 3, 5]) == (8, 2, 8)
     with pytest.raises(ValueError, match="lists 6 layers, but the model has 3 that are quantized, of 6"):
         PMKVQConfig(fbit=[4] * 6).layer_fbits(6, [1, 3, 5])
+
+
+def test_values_may_have_widths_of_their_own():
+    assert PMKVQConfig(fbit=4).layer_widths(2) == ((4, 4), (4, 4))
+    assert PMKVQConfig(fbit=4, value_fbit=2).layer_widths(2) == ((4, 2), (4, 2))
+    config = PMKVQConfig(fbit=[4, 2, 16], value_fbit=[2, 8, 4], boundary_layers=1)
+    assert config.layer_widths(5, [0, 2, 4]) == ((8, 8), (2, 8), (16, 8))
+    assert config.layer_fbits(5, [0, 2, 4]) == (8, 2, 16)
+    with pytest.raises(ValueError, match="value_fbit lists 3 layers, but the model has 2"):
+        PMKVQConfig(value_fbit=[2, 2, 2]).layer_widths(2)
 
 
 @pytest.mark.parametrize("fbit", [[4], [4, 4, 4]])

@@ -23,9 +23,20 @@ GOOD = {
     "target_bits": None,
     "importance": "none",
     "importance_window": "page",
+    "transform": "hadamard",
+    "key_clip": 0.9,
+    "value_clip": 0.75,
+    "boundary_layers": 1,
     "kernel": "torch",
 }
-GOOD_KIVI = {"bits": 4, "residual": 64, "group_size": 20, "sink_tokens": 2, "kernel": "torch"}
+GOOD_KIVI = {
+    "bits": 4,
+    "residual": 64,
+    "group_size": 20,
+    "sink_tokens": 2,
+    "boundary_layers": 1,
+    "kernel": "torch",
+}
 
 INTEGER_ERROR, TAU_ERROR = "must be an integer", "must be a number, one per layer, or one per layer and KV head"
 BAD_BOTH = [
@@ -37,6 +48,8 @@ BAD_BOTH = [
         for key in ("residual", "group_size", "sink_tokens")
         for value in (64.0, "64", True, None, [64])
     ],
+    ("boundary_layers", -1, ValueError, "at least 0"),
+    ("boundary_layers", 1.0, TypeError, INTEGER_ERROR),
     ("kernel", "cuda", ValueError, "'auto'"),
     ("kernel", None, ValueError, "'auto'"),
 ]
@@ -47,6 +60,9 @@ BAD = [
     *[("target_bits", value, TypeError, "must be a number") for value in ("3", True, [3], (2, 3))],
     *[("importance", value, ValueError, "'query', 'none'") for value in ("key", None, True)],
     *[("importance_window", value, ValueError, "'all', 'page'") for value in ("pages", None, 1)],
+    *[("transform", value, ValueError, "'none', 'hadamard'") for value in ("hadamard_kv", "lambda", None)],
+    *[(key, value, ValueError, "above 0 and at most 1") for key in ("key_clip", "value_clip") for value in (0, 1.5)],
+    ("value_clip", "0.5", TypeError, "must be a number"),
 ]
 BAD_TAUS = [NAN, "1", True, {"0": 1.0}, [1.0, 2.0, NAN], [1.0, [1.0, "2"], 1.0]]
 # Of these some are seen only when the model is known, which has 3 layers of 2 KV heads.

@@ -46,7 +46,8 @@ class PagedBody:
 
     def narrow(self, rows: slice, count: int, bits: int, target_bits: int) -> None:
         """Bring the first `count` pages of `rows` from `bits` to `target_bits`, in place."""
-        shrink_pages(self.data[rows], count, (self.layout.keys, self.layout.values), bits, target_bits, self.kernel)
+        codecs = (self.layout.keys, self.layout.values)
+        shrink_pages(self.data[rows], count, codecs, bits, target_bits, self.kernel, self.layout.floors)
 
     def resize(self, row_bytes: int) -> None:
         """Give every row at least `row_bytes` bytes."""

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 
 from ..ops import require_kernel
+from ..transforms import HadamardRotation
 from .body import PagedBody
 from .layer import KVQLayer
 from .layout import LayerLayout, LayerShape, block_codecs
@@ -25,6 +26,8 @@ class FixedLayer(KVQLayer):
         sink_tokens: first tokens of each row, kept exact.
         kernel: implementation of attention.
         padding: the padding columns of the batch, shared by the layers of a cache.
+        rotate_values: rotate the values of each head before quantization.
+        clips: shares of the groups' ranges that keys and values keep.
     """
 
     def __init__(
@@ -36,16 +39,24 @@ class FixedLayer(KVQLayer):
         sink_tokens: int,
         kernel: str,
         padding: Padding | None = None,
+        rotate_values: bool = False,
+        clips: tuple[float, float] = (1.0, 1.0),
     ):
+        self.rotate_values, self.clips = rotate_values, clips
         self.key_bits, self.value_bits = key_bits, value_bits
         self.page_tokens, self.group_size = residual, group_size
         padding = padding if padding is not None else Padding()
-        super().__init__(padding, require_kernel(kernel), sink_tokens, window=0, initial_bits=key_bits)
+        super().__init__(
+            padding, require_kernel(kernel), sink_tokens, window=0, initial_bits=min(key_bits, value_bits)
+        )
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        codecs = block_codecs(shape, self.page_tokens, "channel", self.group_size, (None, None), keys.device.type)
-        self.layout = LayerLayout(shape, self.sink_tokens, 0, *codecs, value_bits=self.value_bits)
+        transforms = None, HadamardRotation(shape.value_dim) if self.rotate_values else None
+        codecs = block_codecs(
+            shape, self.page_tokens, "channel", self.group_size, transforms, keys.device.type, self.clips
+        )
+        self.layout = LayerLayout(shape, self.sink_tokens, 0, *codecs, (self.key_bits, self.value_bits))
         batch = keys.shape[0]
         self.body = self._make_body(batch)
         self.sink = self._exact((keys, values), batch, self.sink_tokens)
@@ -60,12 +71,12 @@ class FixedLayer(KVQLayer):
     def _append_pages(self, rows: slice, state: RowState, keys: torch.Tensor, values: torch.Tensor) -> RowState:
         pages = state.pages + keys.shape[2] // self.page_tokens
         self._reserve(pages)
-        self.body.write(rows, state.pages, self.key_bits, keys, values)
+        self.body.write(rows, state.pages, state.bits, keys, values)
         return dataclasses.replace(state, pages=pages)
 
     def _reserve(self, pages: int) -> None:
-        """Room for `pages` pages per row; a quarter more when more is needed, so that copies stay rare."""
-        size = self.layout.page_bytes(self.key_bits)
+        """Room for `pages` pages per row; a sixteenth more when more is needed, so that copies stay rare."""
+        size = self.layout.page_bytes(self.initial_bits)
         held = self.body.row_bytes // size
         if pages > held:
-            self.body.resize(max(pages, held * 5 // 4) * size)
+            self.body.resize(max(pages, held * 17 // 16) * size)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -39,8 +40,8 @@ class LayerLayout:
     """Sizes of one layer of one request: exact sink, body in pages of `page_tokens`, exact recent tokens.
 
     A page is the keys' block followed by the values' block. The body takes whole pages; the recent part holds the
-    window and up to `page_tokens - 1` tokens that wait for their page to fill. `value_bits` fixes the values' width
-    whatever the page's.
+    window and up to `page_tokens - 1` tokens that wait for their page to fill. `floors` are the least widths of keys
+    and of values: a page of width `bits` holds either at `bits`, unless its floor is higher.
     """
 
     shape: LayerShape
@@ -48,7 +49,7 @@ class LayerLayout:
     window: int
     keys: BlockCodec
     values: BlockCodec
-    value_bits: int | None = None
+    floors: tuple[int, int] = (2, 2)
 
     @classmethod
     def of(
@@ -57,15 +58,24 @@ class LayerLayout:
         shape: LayerShape,
         device_type: str = "cpu",
         key_scale: torch.Tensor | None = None,
+        floors: tuple[int, int] = (2, 2),
     ) -> LayerLayout:
-        """The layout that `config` gives a layer; `key_scale` is its λ, float32 [heads, key_dim], where there is one."""
+        """The layout that `config` gives a layer.
+
+        Args:
+            config: the cache's options.
+            shape: what the layer caches.
+            device_type: where.
+            key_scale: λ, float32 [heads, key_dim], where there is one.
+            floors: final widths of the layer's keys and values.
+        """
         page = config.group_size if config.key_codec == "channel" else PAGE_TOKENS
-        transforms = (
-            None if key_scale is None else ChannelScale(key_scale),
-            HadamardRotation(shape.value_dim) if config.transform == "hadamard" else None,
-        )
-        codecs = block_codecs(shape, page, config.key_codec, config.group_size, transforms, device_type)
-        return cls(shape, config.sink_tokens, config.window, *codecs)
+        keys = HadamardRotation(shape.key_dim) if config.transform == "hadamard_kv" else None
+        values = HadamardRotation(shape.value_dim) if config.transform.startswith("hadamard") else None
+        transforms = (keys if key_scale is None else ChannelScale(key_scale)), values
+        clips = (config.key_clip, config.value_clip)
+        codecs = block_codecs(shape, page, config.key_codec, config.group_size, transforms, device_type, clips)
+        return cls(shape, config.sink_tokens, config.window, *codecs, floors)
 
     @property
     def page_tokens(self) -> int:
@@ -73,7 +83,7 @@ class LayerLayout:
 
     def widths(self, bits: int) -> tuple[int, int]:
         """Bits of the keys and of the values of a page of width `bits`."""
-        return bits, self.value_bits or bits
+        return max(bits, self.floors[0]), max(bits, self.floors[1])
 
     def page_bytes(self, bits: int) -> int:
         key_bits, value_bits = self.widths(bits)
@@ -104,30 +114,33 @@ def block_codecs(
     group_size: int,
     transforms: tuple[Transform | None, Transform | None],
     device_type: str,
+    clips: tuple[float, float] = (1.0, 1.0),
 ) -> tuple[BlockCodec, BlockCodec]:
     """Codecs of keys and of values, per token, whose bytes lie as the kernels of `device_type` want them."""
     orders = byte_orders(device_type, shape.key_dim)
     common = (shape.heads, tokens)
     return (
-        BlockCodec(*common, shape.key_dim, shape.dtype, key_axis, group_size, transforms[0], orders[0]),
-        BlockCodec(*common, shape.value_dim, shape.dtype, "token", group_size, transforms[1], orders[1]),
+        BlockCodec(*common, shape.key_dim, shape.dtype, key_axis, group_size, transforms[0], orders[0], clips[0]),
+        BlockCodec(*common, shape.value_dim, shape.dtype, "token", group_size, transforms[1], orders[1], clips[1]),
     )
 
 
-def length_for_budget(layout: LayerLayout, fbits: Sequence[int], budget_bytes: int) -> int:
-    """Most tokens for which layers of this layout with final widths `fbits` fit `budget_bytes` together.
+def length_for_budget(layout: LayerLayout, floors: Sequence[tuple[int, int]], budget_bytes: int) -> int:
+    """Most tokens for which layers of this layout with these final widths fit `budget_bytes` together.
 
     Raises:
         ValueError: not even the sink, the window and one page fit; the message says what the least budget is.
     """
 
+    layouts = [dataclasses.replace(layout, floors=pair) for pair in floors]
+
     def total(length: int) -> int:
-        return sum(layout.bytes_for(length, bits) for bits in fbits)
+        return sum(each.bytes_for(length, min(each.floors)) for each in layouts)
 
     least = layout.sink_tokens + layout.window + layout.page_tokens
     if total(least) > budget_bytes:
         raise ValueError(
-            f"budget_bytes={budget_bytes} is too small: {len(fbits)} layers with {layout.sink_tokens} sink tokens, a "
+            f"budget_bytes={budget_bytes} is too small: {len(floors)} layers with {layout.sink_tokens} sink tokens, a "
             f"window of {layout.window} and one page of {layout.page_tokens} tokens take {total(least)} bytes"
         )
     low, high = least, least + 1

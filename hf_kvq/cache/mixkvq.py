@@ -9,10 +9,11 @@ import torch
 from transformers import PretrainedConfig
 
 from ..codecs.tiered import TIER_BITS
-from ..config import KIVIConfig, MixKVQConfig
+from ..config import BOUNDARY_FBIT, KIVIConfig, MixKVQConfig
 from .base import KVQCache, stock_layers
 from .fixed import FixedLayer
 from .padding import Padding
+from .sharding import HeadShard
 from .tiered import TieredLayer
 
 
@@ -46,15 +47,21 @@ class MixKVQCache(KVQCache):
     ):
         config, _ = self.options_of(model_config, config)
         self.config = config
-        layers, full_attention = stock_layers(model_config.get_text_config(decoder=True))
-        padding = Padding()
+        layers, full_attention = stock_layers(model_config.get_text_config(decoder=True), may_be_none=True)
+        padding, shard = Padding(), HeadShard.of(model_config)
         for i in full_attention:
-            layers[i] = TieredLayer(config, config.layer_tau(i, len(layers)), padding)
-        super().__init__(layers, padding)
+            tau = config.layer_tau(i, len(layers))
+            mine = tau and tuple(shard.pick(x) if isinstance(x, tuple) else x for x in tau)
+            is_boundary = min(i, len(layers) - 1 - i) < config.boundary_layers
+            layers[i] = (
+                fixed_layer(config, BOUNDARY_FBIT, padding) if is_boundary else TieredLayer(config, mine, padding)
+            )
+        super().__init__(layers, padding, model_config)
 
     def nominal_bits(self) -> NominalBits:
         """Bits as the paper counts them (2.3-3.4 there), to compare with it; NaN while no page is packed."""
-        counts = sum((layer.tier_counts() for layer in self.quantized_layers), torch.zeros(3, dtype=torch.int64))
+        tiered = [layer for layer in self.quantized_layers if isinstance(layer, TieredLayer)]
+        counts = sum((layer.tier_counts() for layer in tiered), torch.zeros(3, dtype=torch.int64))
         keys = (counts.double() @ torch.tensor(TIER_BITS).double() / counts.sum()).item()
         return NominalBits(keys, float(self.config.value_bits), (keys + self.config.value_bits) / 2)
 
@@ -78,16 +85,14 @@ class KIVICache(KVQCache):
     ):
         config, _ = self.options_of(model_config, config)
         self.config = config
-        layers, full_attention = stock_layers(model_config.get_text_config(decoder=True))
+        layers, full_attention = stock_layers(model_config.get_text_config(decoder=True), may_be_none=True)
         padding = Padding()
         for i in full_attention:
-            layers[i] = FixedLayer(
-                config.bits,
-                config.bits,
-                config.residual,
-                config.group_size,
-                config.sink_tokens,
-                config.kernel,
-                padding,
-            )
-        super().__init__(layers, padding)
+            is_boundary = min(i, len(layers) - 1 - i) < config.boundary_layers
+            layers[i] = fixed_layer(config, max(config.bits, BOUNDARY_FBIT) if is_boundary else config.bits, padding)
+        super().__init__(layers, padding, model_config)
+
+
+def fixed_layer(config: KIVIConfig | MixKVQConfig, bits: int, padding: Padding) -> FixedLayer:
+    """A layer of one width, with the exact regions and the groups of `config`."""
+    return FixedLayer(bits, bits, config.residual, config.group_size, config.sink_tokens, config.kernel, padding)

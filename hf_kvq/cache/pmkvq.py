@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from ..config import PMKVQConfig
 from .base import KVQCache, stock_layers
 from .padding import Padding
 from .progressive import ProgressiveLayer
+from .sharding import HeadShard
 
 
 #: Name of a plan's tensor with λ, float32 [quantized layers, KV heads, head_dim].
@@ -50,27 +51,32 @@ class PMKVQCache(KVQCache):
     ):
         config, tensors = self.options_of(model_config, config, max_length)
         self.config = config
-        model_config = model_config.get_text_config(decoder=True)
-        max_length = config.max_length or max_length or getattr(model_config, "max_position_embeddings", None)
+        text_config = model_config.get_text_config(decoder=True)
+        max_length = config.max_length or max_length or getattr(text_config, "max_position_embeddings", None)
         if max_length is None and config.budget_bytes is None:
             raise ValueError(
-                f"{type(model_config).__name__} does not say how long inputs can be; give max_length or budget_bytes"
+                f"{type(text_config).__name__} does not say how long inputs can be; give max_length or budget_bytes"
             )
-        layers, full_attention = stock_layers(model_config)
-        fbits = config.layer_fbits(len(layers), full_attention)
-        scales = self._key_scales(tensors, len(full_attention))
+        layers, full_attention = stock_layers(text_config, may_be_none=True)
+        widths = config.layer_widths(len(layers), full_attention)
+        #: λ of all quantized layers and all KV heads of the model, as in the plan.
+        self.key_scale = self._key_scales(tensors)
+        shard = HeadShard.of(model_config)
+        if config.budget_bytes is not None:
+            config = dataclasses.replace(config, budget_bytes=config.budget_bytes // shard.size)
+        scales = [None] * len(full_attention) if self.key_scale is None else map(shard.pick, self.key_scale)
         padding = Padding()
-        for i, fbit, scale in zip(full_attention, fbits, scales):
-            layers[i] = ProgressiveLayer(config, fbit, fbits, max_length, padding, scale)
-        super().__init__(layers, padding)
+        for i, pair, scale in zip(full_attention, widths, scales):
+            layers[i] = ProgressiveLayer(config, pair, widths, max_length, padding, scale)
+        super().__init__(layers, padding, model_config)
 
-    def _key_scales(self, tensors: dict[str, torch.Tensor], layers: int) -> Sequence[torch.Tensor | None]:
-        """λ of each quantized layer, float32 [heads, head_dim], where the options ask for it."""
+    def _key_scales(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor | None:
+        """λ, float32 [quantized layers, heads, head_dim], where the options ask for it."""
         if self.config.transform != "lambda":
-            return [None] * layers
+            return None
         if (scale := tensors.get(KEY_SCALE)) is None:
             raise ValueError(
                 "transform='lambda' needs the factors of a plan: give one that `hf-kvq calibrate` made with this "
                 "transform, as plan=, or leave the transform out"
             )
-        return scale.float().unbind()
+        return scale.float()

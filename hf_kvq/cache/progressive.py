@@ -25,12 +25,12 @@ class BudgetExceededError(RuntimeError):
 
 
 class ProgressiveLayer(KVQLayer):
-    """A layer whose body is narrowed, whole, each time it no longer fits its budget, down to `fbit`.
+    """A layer whose body is narrowed, whole, each time it no longer fits its budget, down to its final widths.
 
     Args:
         config: the cache's options.
-        fbit: final width of this layer.
-        all_fbits: final widths of all quantized layers; together they share `config.budget_bytes`.
+        widths: final widths of this layer's keys and values. Each stops at its own.
+        all_widths: those of all quantized layers; together they share `config.budget_bytes`.
         max_length: tokens per request that the budget is made for, unless `config.budget_bytes` says it.
         padding: the padding columns of the batch, shared by the layers of a cache.
         key_scale: λ of this layer, float32 [heads, key_dim]; part of the plan, so its bytes are not the cache's.
@@ -39,25 +39,27 @@ class ProgressiveLayer(KVQLayer):
     def __init__(
         self,
         config: PMKVQConfig,
-        fbit: int,
-        all_fbits: tuple[int, ...],
+        widths: tuple[int, int],
+        all_widths: tuple[tuple[int, int], ...],
         max_length: int,
         padding: Padding | None = None,
         key_scale: torch.Tensor | None = None,
     ):
-        self.config, self.fbit, self.all_fbits, self.max_length = config, fbit, all_fbits, max_length
+        self.config, self.widths, self.all_widths, self.max_length = config, widths, all_widths, max_length
+        #: Width at which the body narrows no further.
+        self.fbit = min(widths)
         self.key_scale = key_scale
         super().__init__(
             padding if padding is not None else Padding(),
             require_kernel(config.kernel),
             config.sink_tokens,
             config.window,
-            max(config.initial_bits, fbit),
+            max(config.initial_bits, self.fbit),
         )
 
     @property
     def budget(self) -> int:
-        """Bytes per row that `max_length` tokens take at `fbit`, everything counted."""
+        """Bytes per row that `max_length` tokens take at the final widths, everything counted."""
         return self.layout.bytes_for(self.max_length, self.fbit)
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -70,9 +72,9 @@ class ProgressiveLayer(KVQLayer):
                     f"which have {(shape.heads, shape.key_dim)}"
                 )
             scale = scale.to(keys.device)
-        self.layout = LayerLayout.of(self.config, shape, keys.device.type, scale)
+        self.layout = LayerLayout.of(self.config, shape, keys.device.type, scale, self.widths)
         if self.config.budget_bytes is not None:
-            self.max_length = length_for_budget(self.layout, self.all_fbits, self.config.budget_bytes)
+            self.max_length = length_for_budget(self.layout, self.all_widths, self.config.budget_bytes)
         self.page_tokens = self.layout.page_tokens
         sink, pages, recent = self.layout.split(self.max_length)
         batch = keys.shape[0]

@@ -41,7 +41,15 @@ class TieredLayer(FixedLayer):
     def __init__(self, config: MixKVQConfig, tau: tuple | None, padding: Padding | None = None):
         self.config, self.tau = config, tau
         super().__init__(
-            2, config.value_bits, config.residual, config.group_size, config.sink_tokens, config.kernel, padding
+            2,
+            config.value_bits,
+            config.residual,
+            config.group_size,
+            config.sink_tokens,
+            config.kernel,
+            padding,
+            config.transform == "hadamard",
+            (config.key_clip, config.value_clip),
         )
 
     def reset(self) -> None:
@@ -62,13 +70,17 @@ class TieredLayer(FixedLayer):
 
     def _make_body(self, batch: int) -> TieredBody:
         keys = self.layout.keys
-        codec = TieredKeyCodec(keys.heads, keys.tokens, keys.dim, keys.dtype, keys.group_size, keys.byte_order)
+        codec = TieredKeyCodec(
+            keys.heads, keys.tokens, keys.dim, keys.dtype, keys.group_size, keys.byte_order, keys.clip
+        )
         return TieredBody(self.layout, codec, batch, self.device, self.kernel)
 
     # --- which channels matter -----------------------------------------------------------------------------------
 
     def observe_query(self, query: torch.Tensor) -> None:
-        if self.config.importance == "query" and self._pending is not None:
+        # Of layers that share their keys, the first is the one that has made them.
+        is_anothers = self.is_shared and self._query is not None
+        if self.config.importance == "query" and self._pending is not None and not is_anothers:
             self._query = query.detach()
 
     def settle(self) -> None:
@@ -76,8 +88,9 @@ class TieredLayer(FixedLayer):
             return
         if self._query is None and self.config.importance == "query":
             logger.warning_once(
-                "this attention implementation does not show its queries to the cache, so mixkvq ranks key channels "
-                "by quantization difficulty alone. Use attn_implementation='sdpa' for query-aware ranking."
+                "mixkvq was given keys but not the queries that attend to them, so it ranks key channels by "
+                "quantization difficulty alone. A model shows its queries if it takes its attention function from "
+                "transformers, as nearly all do; some older ones compute attention by themselves."
             )
         super().settle()
         self._query = None
@@ -102,7 +115,7 @@ class TieredLayer(FixedLayer):
         for row in range(rows.start, rows.stop):
             self.query_count[row] += count
 
-    def _importance(self, rows: slice) -> torch.Tensor:
+    def importance(self, rows: slice) -> torch.Tensor:
         """`I_d`, the mean |query| of each key channel, float64 [rows, heads, dim]; ones where no query was seen."""
         count = torch.tensor(self.query_count[rows], dtype=torch.float64, device=self.device)[:, None, None]
         mean = self.query_sum[rows] / (2**_FRACTION_BITS * count)
@@ -111,7 +124,7 @@ class TieredLayer(FixedLayer):
     def _tiers(self, rows: slice, keys: torch.Tensor, state: RowState) -> torch.Tensor:
         """Tiers, int64 [rows, heads, dim], of the coming page [rows, heads, page_tokens, dim]."""
         self._count_queries(rows, state.tokens(self.page_tokens) + self.page_tokens)
-        salience = self._importance(rows) * self.body.codec.sensitivity(keys)
+        salience = self.importance(rows) * self.body.codec.sensitivity(keys)
         if self.config.importance_window == "page":
             self.query_sum[rows] = 0
             self.query_count[rows] = [0] * (rows.stop - rows.start)

@@ -20,7 +20,7 @@ RECORDS = ("low", "low_channel", "exact", "exact_channel")
 
 @dataclass
 class Records:
-    """What one row's pages have beyond the regular part, in buffers that grow by half when they are full."""
+    """What one row's pages have beyond the regular part, in buffers that grow by a sixteenth when they are full."""
 
     buffers: dict[str, torch.Tensor]
     #: Number of UINT4 and of BF16 records before each page, and behind the last one.
@@ -70,7 +70,7 @@ class Records:
         buffer, stop = self.buffers[name], start + len(new)
         if stop > len(buffer):
             with torch.inference_mode(False):
-                grown = buffer.new_empty(max(stop, start + start // 2), *buffer.shape[1:])
+                grown = buffer.new_empty(max(stop, start + start // 16), *buffer.shape[1:])
             grown[:start] = buffer[:start]
             self.buffers[name] = buffer = grown
         buffer[start:stop] = new

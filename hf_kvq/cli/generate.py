@@ -31,6 +31,7 @@ from ..bundled import load_model
 from ..cache import BudgetExceededError, MixKVQCache
 from ..hub import PlanError, PlanUnavailableError
 from ..hub.discovery import options_for
+from ..presets import resolve
 from ..registration import CACHES, cache_argument
 from .display import StatusLines, status_display
 from .options import CommandError, load_config, parse_cache_config, parse_device, validate_cache_config
@@ -111,7 +112,7 @@ def generate(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, BatchEncoding, Cache]:
     """Everything that generation needs; what can be wrong is found before weights are loaded, where possible."""
-    implementation, options = arguments.cache_implementation, parse_cache_config(arguments.cache_config)
+    implementation, options = resolve(arguments.cache_implementation, parse_cache_config(arguments.cache_config))
     if implementation in CACHES:
         # Of a plan only its loading shows whether it is good.
         validate_cache_config(implementation, {key: value for key, value in options.items() if key != "plan"})

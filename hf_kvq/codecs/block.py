@@ -11,7 +11,7 @@ import torch
 
 from ..transforms import Transform
 from .packing import deinterleave, interleave, pack, packed_size, unpack
-from .uniform import decode_groups, equivalent_right_shift, quantize, scale_of
+from .uniform import clip_groups, decode_groups, equivalent_right_shift, quantize, scale_of
 
 
 Axis = Literal["token", "channel"]
@@ -35,6 +35,7 @@ class BlockCodec:
         transform: applied before quantization; codes stand for transformed data.
         byte_order: (dim, count) of `hf_kvq.codecs.packing.interleave` for packed codes [tokens, dim], or None for
             [tokens, dim] itself.
+        clip: share of each group's range that is kept, around its middle; see `clip_groups`.
     """
 
     heads: int
@@ -45,6 +46,7 @@ class BlockCodec:
     group_size: int
     transform: Transform | None = field(default=None, compare=False)
     byte_order: tuple[int, int] | None = None
+    clip: float = 1.0
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -67,10 +69,19 @@ class BlockCodec:
         x = x.to(self.dtype)
         if bits == 16:
             return _as_bytes(x, 3)
+        codes, low, high = quantize(self.prepare(x), bits, self.group_size, self._dim)
+        return self.join(pack(codes, bits, dim=-2), low, high)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether `prepare` changes nothing."""
+        return self.transform is None and self.clip == 1
+
+    def prepare(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., heads, tokens, dim] as it is quantized: transformed, then clipped."""
         if self.transform is not None:
             x = self.transform.forward(x).to(self.dtype)
-        codes, low, high = quantize(x, bits, self.group_size, self._dim)
-        return self.join(pack(codes, bits, dim=-2), low, high)
+        return x if self.clip == 1 else clip_groups(x, self.clip, self.group_size, self._dim)
 
     def decode(self, blocks: torch.Tensor, bits: int) -> torch.Tensor:
         """uint8 [rows, blocks, nbytes(bits)] -> [rows, heads, blocks * tokens, dim].

@@ -9,7 +9,7 @@ import torch
 
 from .block import BlockCodec
 from .packing import pack, packed_size, unpack
-from .uniform import decode_groups, group_range, narrow, quantize, scale_of
+from .uniform import clip_groups, decode_groups, group_range, narrow, quantize, scale_of
 
 
 UINT2, UINT4, BF16 = 0, 1, 2
@@ -85,6 +85,7 @@ class TieredKeyCodec:
 
     Args:
         heads, tokens, dim, dtype, group_size, byte_order: as in `BlockCodec`; groups run along the tokens.
+        clip: as there, of UINT2 channels.
     """
 
     heads: int
@@ -93,6 +94,7 @@ class TieredKeyCodec:
     dtype: torch.dtype
     group_size: int
     byte_order: tuple[int, int] | None = None
+    clip: float = 1.0
 
     def __post_init__(self):
         if self.dim > 256:
@@ -114,9 +116,15 @@ class TieredKeyCodec:
         low, high = group_range(keys.to(self.dtype), -2)
         return sensitivity(low, high).squeeze(-2)
 
+    def prepare(self, keys: torch.Tensor, tiers: torch.Tensor) -> torch.Tensor:
+        """Keys [..., heads, tokens, dim] with tiers [..., heads, dim] as they are quantized: UINT2 ones clipped."""
+        if self.clip == 1:
+            return keys
+        return torch.where(tiers[..., None, :] == UINT2, clip_groups(keys, self.clip, self.group_size, -2), keys)
+
     def encode(self, keys: torch.Tensor, tiers: torch.Tensor) -> TieredBlock:
         """Pages [pages, heads, tokens, dim] with the tier of each channel, [pages, heads, dim], as bytes."""
-        keys = keys.to(self.dtype)
+        keys = self.prepare(keys.to(self.dtype), tiers)
         code4, low, high = quantize(keys, 4, self.group_size, -2)
         tier = tiers[..., None, :]
         # The upper bits of a UINT4 channel are `code >> 2`, not its 2-bit code: with the lower ones they are exact.

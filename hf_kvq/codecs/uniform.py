@@ -24,6 +24,25 @@ def group_range(x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     return low, high
 
 
+def clip_groups(x: torch.Tensor, share: float, group_size: int, dim: int) -> torch.Tensor:
+    """Bring what lies outside the middle `share` of its group's range to the edge of that (after SKVQ, 2405.06219).
+
+    A narrower range has finer steps: at 2 bits this gains more than the few clipped elements lose.
+
+    Args:
+        x: floating point tensor.
+        share: between 0 and 1.
+        group_size, dim: see `quantize`.
+    """
+
+    def clipped(chunk: torch.Tensor) -> torch.Tensor:
+        low, high = (r.float() for r in group_range(chunk, dim))
+        middle, half = (low + high) / 2, (high - low) * (share / 2)
+        return chunk.clamp((middle - half).to(x.dtype), (middle + half).to(x.dtype))
+
+    return torch.cat([clipped(chunk) for chunk in x.split(group_size, dim=dim)], dim=dim)
+
+
 def scale_of(low: torch.Tensor, high: torch.Tensor, bits: int) -> torch.Tensor:
     """Step between two neighbouring codes, `(max - min) / (2^bits - 1)`, float32.
 

@@ -17,7 +17,7 @@ T = TypeVar("T", bound=Options)
 
 # An option that a user gives also takes away what would contradict it.
 _CONTRADICTS = {
-    "fbit": ("boundary_layers",),
+    "fbit": ("boundary_layers", "value_fbit"),
     "max_length": ("budget_bytes",),
     "budget_bytes": ("max_length",),
     "target_bits": ("tau_bf16", "tau_uint4"),

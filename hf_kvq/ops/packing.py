@@ -20,7 +20,7 @@ _TOKENS_AT_ONCE = 2048
 def encode_blocks(codec: BlockCodec, x: torch.Tensor, bits: int, out: torch.Tensor, kernel: str) -> None:
     """Write blocks [rows, blocks, heads, tokens, dim] to uint8 [rows, blocks, nbytes(bits)]."""
     if bits != 16 and _is_fused(codec, x, kernel):
-        x = x if codec.transform is None else codec.transform.forward(x).to(codec.dtype)
+        x = codec.prepare(x)
         order = BYTE_ORDERS.index(codec.byte_order)
         hf_kvq_kernels.quantize_(x, out, bits, codec.axis == "channel", codec.group_size, order)
         return
@@ -35,6 +35,7 @@ def encode_tiers(
     """Write the regular part of one block [heads, tokens, dim] to uint8 [bytes]; its tiers are [heads, dim]."""
     if _is_fused(codec, keys, kernel):
         order = BYTE_ORDERS.index(codec.byte_order)
+        keys = codec.prepare(keys, tiers)
         records = hf_kvq_kernels.quantize_tiers_(keys, tiers, out, codec.group_size, order)
         counts = torch.stack([(tiers == tier).sum(-1) for tier in (1, 2)], dim=-1).to(torch.int16)
         return TieredBlock(out[None], counts[None], *records)
@@ -44,26 +45,45 @@ def encode_tiers(
 
 
 def shrink_pages(
-    data: torch.Tensor, pages: int, codecs: tuple[BlockCodec, BlockCodec], bits: int, target_bits: int, kernel: str
+    data: torch.Tensor,
+    pages: int,
+    codecs: tuple[BlockCodec, BlockCodec],
+    bits: int,
+    target_bits: int,
+    kernel: str,
+    floors: tuple[int, int] = (2, 2),
 ) -> None:
     """Bring the first pages of uint8 [rows, bytes] from `bits` to `target_bits`, in place.
 
-    A page is a block of keys and one of values. A narrower page never lies behind its wider self.
+    A page is a block of keys and one of values, neither of which goes below its floor. A narrower page never lies
+    behind its wider self.
     """
     keys, values = codecs
-    if kernel != "torch" and (bits < 16 or (keys.transform, values.transform) == (None, None)):
+    is_even = max(floors) <= target_bits
+    if kernel != "torch" and is_even and (bits < 16 or (keys.is_plain and values.is_plain)):
         orders = [BYTE_ORDERS.index(codec.byte_order) for codec in codecs]
         if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype), *orders) is None:
             hf_kvq_kernels.shrink_(data, pages, page_layout(keys, values, (bits, bits)), target_bits, *orders)
             return
-    size, target_size = (sum(codec.nbytes(width) for codec in codecs) for width in (bits, target_bits))
+
+    def widths(width: int) -> list[int]:
+        return [max(width, floor) for floor in floors]
+
+    size, target_size = (
+        sum(codec.nbytes(w) for codec, w in zip(codecs, widths(width))) for width in (bits, target_bits)
+    )
     step = max(1, _TOKENS_AT_ONCE // keys.tokens)
     for i in range(0, pages, step):
         stop, width = min(i + step, pages), bits
         page = data[:, i * size : stop * size].unflatten(1, (-1, size))
         while width > target_bits:
-            split, width = keys.nbytes(width), width // 2
-            page = torch.cat([keys.shrink(page[..., :split], width), values.shrink(page[..., split:], width)], dim=-1)
+            old, new = widths(width), widths(width // 2)
+            blocks = page.tensor_split([keys.nbytes(old[0])], dim=-1)
+            page = torch.cat(
+                [block if old[i] == new[i] else codecs[i].shrink(block, new[i]) for i, block in enumerate(blocks)],
+                dim=-1,
+            )
+            width //= 2
         data[:, i * target_size : stop * target_size] = page.flatten(1)
 
 

@@ -49,6 +49,6 @@ def test_length_for_budget_is_the_longest_that_fits(rules, fbits):
     layout, layers = layout_of(rules), [replace(rules, fbit=fbit) for fbit in fbits]
     least = sum(layer.bytes_for(rules.sink + rules.window + rules.page, layer.fbit) for layer in layers)
     for budget in (least, least + 1, 2 * least + 17, 10 * least):
-        assert length_for_budget(layout, fbits, budget) == max_length_for(layers, budget)
+        assert length_for_budget(layout, [(b, b) for b in fbits], budget) == max_length_for(layers, budget)
     with pytest.raises(ValueError, match=rf"budget_bytes={least - 1} is too small.*take {least} bytes"):
-        length_for_budget(layout, fbits, least - 1)
+        length_for_budget(layout, [(b, b) for b in fbits], least - 1)

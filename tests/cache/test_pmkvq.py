@@ -4,12 +4,25 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Cache, DynamicCache, LlamaConfig, LlavaConfig, MistralConfig, PreTrainedConfig
+from transformers import Cache, DynamicCache, LlamaConfig, LlavaConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.utils import logging
 
 import hf_kvq
-from conftest import CONFIGS, cache_of, feed, forward, kv, make_cache, random_ids, storage_bytes, tiny_model
-from hf_kvq import BudgetExceededError, KVQPlan, PMKVQCache, PMKVQConfig
+from conftest import (
+    CONFIGS,
+    cache_of,
+    feed,
+    forward,
+    generate,
+    kv,
+    left_padded,
+    make_cache,
+    random_ids,
+    storage_bytes,
+    tiny_model,
+)
+from hf_kvq import BudgetExceededError, KIVICache, KVQPlan, MixKVQCache, PMKVQCache, PMKVQConfig
 from simulation import Rules, Simulation, assert_equal, max_length_for
 
 
@@ -93,10 +106,23 @@ def test_composite_config_uses_the_text_model():
     assert len(PMKVQCache(config).layers) == 3
 
 
-@pytest.mark.parametrize("config", [CONFIGS["sliding"](), MistralConfig(sliding_window=16, num_hidden_layers=2)])
-def test_model_without_full_attention_is_refused(config):
-    with pytest.raises(ValueError, match="nothing to quantize.*DynamicSlidingWindowLayer"):
-        PMKVQCache(config)
+@pytest.mark.parametrize("cache_class", [PMKVQCache, MixKVQCache, KIVICache])
+def test_model_without_full_attention_keeps_its_ordinary_cache(cache_class, monkeypatch):
+    # A script that goes through models with one kind of cache goes on, and is told.
+    messages, logger = [], logging.get_logger("hf_kvq.cache.base")
+    logger.warning_once.__func__.cache_clear()
+    monkeypatch.setattr(logger, "warning", lambda message, *a, **k: messages.append(str(message)))
+    model, prompt = tiny_model("sliding"), left_padded(2, 30, [0, 13])
+    wanted, cache = generate(model, 20, **prompt), cache_class(model.config)
+    got = generate(model, 20, cache=cache, **prompt)
+    assert torch.equal(got.logits, wanted.logits) and cache.quantized_layers == []
+    assert len(messages) == 1 and "nothing to quantize" in messages[0] and "DynamicSlidingWindowLayer" in messages[0]
+    assert repr(cache) == f"{cache_class.__name__}(nothing to quantize, 3 ordinary layers)"
+    assert cache.layer_bits() == [16] * 3 and cache.true_bits() != cache.true_bits()
+    assert cache.nbytes() == cache.exact_nbytes() == storage_bytes(cache) > 0
+    assert [report["kind"] for report in cache.summary()] == ["DynamicSlidingWindowLayer"] * 3
+    beams = [generate(model, 20, num_beams=3, cache=c, **prompt) for c in (None, cache_class(model.config))]
+    assert torch.equal(beams[0].sequences, beams[1].sequences)
 
 
 def test_mixed_model_quantizes_what_it_can():

@@ -46,11 +46,23 @@ SMOOTHED = [
     Rules(1, 80, 80, BF16, channel=False, smooth=True, group=32),
     Rules(3, 24, 24, FP16, channel=False, smooth=True, group=100, sink=4, window=17),
 ]
+# Both sides rotated, clipped groups, and keys and values that end at widths of their own.
+COMBINED = [
+    Rules(2, 64, 64, FP32, hadamard=True, hadamard_keys=True, channel=False, group=32),
+    Rules(1, 80, 64, BF16, hadamard=True, hadamard_keys=True, clips=(0.9, 0.7), group=32),
+    Rules(2, 32, 48, FP16, clips=(0.8, 1.0), channel=False, group=20),
+    Rules(2, 32, 32, FP32, fbit=4, value_fbit=2),
+    Rules(1, 64, 32, BF16, fbit=2, value_fbit=8, group=32, clips=(1.0, 0.85)),
+    Rules(2, 32, 64, FP16, fbit=8, value_fbit=2, channel=False, group=32, hadamard=True),
+    Rules(1, 48, 24, BF16, fbit=16, value_fbit=4, group=32),
+]
 
 
 def name_of(rules: Rules) -> str:
     kind = "channel" if rules.channel else "token"
-    kind += "-hadamard" if rules.hadamard else "-lambda" if rules.smooth else ""
+    kind += "" if rules.transform == "none" else f"-{rules.transform}"
+    kind += f"-k{rules.fbit}v{rules.value_fbit}" if rules.value_fbit else ""
+    kind += f"-clip{rules.clips}" if rules.clips != (1.0, 1.0) else ""
     return f"{kind}-{rules.key_dim}x{rules.value_dim}-g{rules.group}-{str(rules.dtype)[6:]}"
 
 
@@ -72,7 +84,7 @@ def max_length_of(rules: Rules) -> int:
 
 
 @pytest.mark.parametrize("cuts", ["one call", "chunks", "one by one"])
-@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED, *SMOOTHED], ids=name_of)
+@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED, *SMOOTHED, *COMBINED], ids=name_of)
 def test_any_history_gives_the_same_bytes(rules, cuts):
     rules = replace(rules, max_length=max_length_of(rules))
     tokens = rules.max_length - 2
@@ -220,6 +232,26 @@ def test_bytes_of_the_batch(hadamard):
     assert layer.bits() == 2
 
 
+@pytest.mark.parametrize("by_bytes", [False, True])
+def test_keys_and_values_of_layers_end_at_widths_of_their_own(by_bytes):
+    rules = Rules(max_length=120, clips=(1.0, 0.8))
+    pairs = ((4, 2), (2, 4), (8, 8), (2, 2))
+    layers = [replace(rules, fbit=keys, value_fbit=values) for keys, values in pairs]
+    budget = sum(layer.budget for layer in layers)
+    options = {"max_length": None, "budget_bytes": budget} if by_bytes else {}
+    keys, values = zip(*pairs)
+    cache = cache_of(rules, len(pairs), fbit=keys, value_fbit=values, **options)
+    simulations = [Simulation(layer) for layer in layers]
+    data, start = kv(rules, 120), 0
+    for stop in cuts_of("chunks", 120):
+        feed(cache, [x[:, :, start:stop] for x in data], simulations=simulations)
+        for layer, simulation in zip(cache.layers, simulations):
+            assert_equal(layer, simulation)
+        start = stop
+    assert cache.nbytes() == storage_bytes(cache) == budget
+    assert cache.layer_bits() == [2, 2, 8, 2]
+
+
 def test_report_says_what_is_held():
     rules = Rules(max_length=120, dtype=BF16, heads=3, key_dim=48, value_dim=24)
     cache, layer, _ = paired(rules, batch=2)
@@ -264,15 +296,17 @@ def test_sink_and_window_are_exact_at_any_time(channel, sink, window):
     assert not torch.equal(cache.dequantize(0)[0], data[0])
 
 
-@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED, *SMOOTHED], ids=name_of)
+@pytest.mark.parametrize("rules", [*SHAPES, *ROTATED, *SMOOTHED, *COMBINED], ids=name_of)
 def test_no_loss_until_the_budget_binds(rules):
-    rules = replace(rules, fbit=4, max_length=rules.sink + rules.window + 9 * rules.page)
+    rules = replace(rules, max_length=rules.sink + rules.window + 9 * rules.page)
+    rules = rules if rules.value_fbit else replace(rules, fbit=4)
     cache, layer, _ = paired(rules)
     data, start, lossless = kv(rules, rules.max_length), 0, 0
+    room = rules.pages(rules.max_length) * rules.page_bytes(min(rules.finals))
     for stop in range(rules.page // 2, rules.max_length, rules.page // 2):
         feed(cache, [x[:, :, start:stop] for x in data])
         exact = all(torch.equal(got, x[:, :, :stop]) for got, x in zip(cache.dequantize(0), data))
-        fits = rules.pages(stop) * rules.page_bytes(16) <= rules.pages(rules.max_length) * rules.page_bytes(4)
+        fits = rules.pages(stop) * rules.page_bytes(16) <= room
         assert exact == fits == (layer.bits() == 16)
         lossless += exact and rules.pages(stop) > 0
         start = stop

@@ -7,8 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import LlamaConfig
 
 from conftest import kv, storage_bytes
@@ -31,6 +29,8 @@ SHAPES = [
     Rules(2, 4, 32, 32, FP32, residual=32, group=32, sink=4, tau=((INF, 5.0), (0.5, 1.0))),
     Rules(2, 1, 32, 32, FP32, residual=32, group=24, sink=4, importance="none", target_bits=4.5),
     Rules(1, 2, 256, 64, HALF, residual=32, group=32, sink=0, target_bits=6),
+    Rules(2, 2, 32, 64, FP32, residual=64, group=64, sink=4, target_bits=4, hadamard=True, clips=(0.85, 0.75)),
+    Rules(1, 4, 80, 16, HALF, residual=32, group=20, sink=1, value_bits=4, hadamard=True, clips=(0.9, 1.0)),
 ]
 # Pages with channels in all three tiers.
 SMALL = Rules(2, 2, 16, 24, FP32, residual=32, group=20, sink=4, target_bits=5)
@@ -38,6 +38,7 @@ SMALL = Rules(2, 2, 16, 24, FP32, residual=32, group=20, sink=4, target_bits=5)
 
 def name_of(rules: Rules) -> str:
     tiers = "target" if rules.tau is None else "tau"
+    tiers += "-hadamard" if rules.hadamard else ""
     return f"{rules.heads}x{rules.ratio}-{rules.key_dim}x{rules.value_dim}-r{rules.residual}g{rules.group}-{tiers}"
 
 
@@ -62,7 +63,7 @@ def paired(rules: Rules, batch: int = 1):
 
 def data_of(rules: Rules, tokens: int, batch: int = 1, seed: int = 0) -> list[torch.Tensor]:
     """Keys, values and queries."""
-    return [*kv(rules, tokens, batch, seed), queries(rules, tokens, batch, seed)]
+    return [*kv(rules, tokens, batch, seed, grid=rules.hadamard), queries(rules, tokens, batch, seed)]
 
 
 # --- codes, tiers and lengths ---------------------------------------------------------------------------------------
@@ -262,14 +263,14 @@ def test_appending_does_not_copy_the_history():
                 seen.append((x.data_ptr(), x.nbytes))
     assert layer.states[0].pages == 100
     for name, seen in places.items():
-        # 100 pages arrive; storage moves a few times only, and all copies together are a few times what is there.
+        # 100 pages arrive; all copies together are not more than some times what is there, however long it gets.
         sizes = [nbytes for _, nbytes in seen]
-        assert len(seen) < 25, name
-        assert sum(sizes[:-1]) <= 5 * sizes[-1], name
+        assert len(seen) < 60, name
+        assert sum(sizes[:-1]) <= 20 * sizes[-1], name
     # Nor is much room left empty.
     used = {name: x.nbytes for name, x in packed(layer, 0).items()}
-    assert layer.body.data.nbytes <= 1.25 * used.pop("regular")
-    assert layer.body.records[0].nbytes() <= 1.5 * sum(used.values())
+    assert layer.body.data.nbytes <= 17 / 16 * used.pop("regular")
+    assert layer.body.records[0].nbytes() <= 17 / 16 * sum(used.values())
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
@@ -692,51 +693,3 @@ def test_filled_in_inference_mode_goes_on_outside(operation):
         feed(cache, data_of(SMALL, 70, len(simulation.rows), seed=2), range(10, 71, 10), [simulation])
     assert_equal(layer, simulation)
     assert_equal(copy.deepcopy(layer), simulation)
-
-
-STEPS = st.lists(
-    st.one_of(
-        st.tuples(st.just("append"), st.integers(1, 40), st.integers(0, 3), st.booleans()),
-        st.tuples(st.just("crop"), st.integers(0, 60)),
-        st.tuples(st.just("reorder"), st.lists(st.integers(0, 1), min_size=2, max_size=2)),
-        st.tuples(st.just("copy")),
-        st.tuples(st.just("reset")),
-    ),
-    min_size=2,
-    max_size=9,
-)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
-@given(
-    steps=STEPS,
-    ratio=st.integers(1, 4),
-    sink=st.integers(0, 20),
-    tau=st.sampled_from([None, (20.0, 5.0), (2.0, 4.0), ((INF, 1.0), (0.0, 1.0))]),
-    value_bits=st.sampled_from([2, 4, 8]),
-)
-def test_random_programs(steps, ratio, sink, tau, value_bits):
-    rules = Rules(2, ratio, 16, 8, HALF, residual=16, group=10, sink=sink, tau=tau, value_bits=value_bits)
-    cache, simulation = cache_of(rules), Simulation(rules, 2)
-    for seed, (step, *arguments) in enumerate(steps):
-        if step == "append":
-            tokens, padded, shown = arguments
-            valid = None
-            if padded == 0:
-                old = torch.tensor(simulation.valid, dtype=torch.bool).view(2, -1)
-                new = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed)) < 0.7
-                valid = torch.cat([old, new], dim=1)
-            feed(cache, data_of(rules, tokens, 2, seed)[: 2 + shown], None, [simulation], valid)
-        elif step == "crop":
-            cache.crop(-arguments[0])
-            simulation.crop(arguments[0])
-        elif step == "reorder":
-            cache.reorder_cache(torch.tensor(arguments[0]))
-            simulation.select(arguments[0])
-        elif step == "copy":
-            cache = copy.deepcopy(cache)
-        else:
-            cache.reset()
-            simulation = Simulation(rules, 2)
-        if cache.layers[0].is_initialized:
-            assert_equal(cache.layers[0], simulation)

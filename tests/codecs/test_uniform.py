@@ -5,6 +5,7 @@ import torch
 
 import simulation
 from hf_kvq.codecs import WIDTHS, dequantize, equivalent_right_shift, narrow, quantize
+from hf_kvq.codecs.uniform import clip_groups
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -129,6 +130,36 @@ def test_broken_groups_stay_visible_and_alone(dtype, bits, bad):
     assert not bool(back[1, 16:].isfinite().all())
     good[1, 16:] = back[1, 16:] = 0
     assert torch.equal(good, back)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [-1, -2])
+@pytest.mark.parametrize(("share", "group"), [(0.5, 16), (0.85, 24), (0.9, 100)])
+def test_clipping_moves_only_what_lies_outside(dtype, dim, share, group):
+    x = torch.randn(3, 40, 48, generator=torch.Generator().manual_seed(4)).to(dtype)
+    got = clip_groups(x, share, group, dim)
+    wanted = simulation.clip(x.float().numpy(), share, group, dim % 3, dtype)
+    assert got.dtype == dtype and torch.equal(got.float(), torch.from_numpy(wanted))
+    for before, after in zip(x.float().split(group, dim=dim), got.float().split(group, dim=dim)):
+        low, high = before.amin(dim, keepdim=True), before.amax(dim, keepdim=True)
+        # Edges are rounded to the dtype.
+        slack = 2 * torch.finfo(dtype).eps * before.abs().max()
+        assert bool((after.amax(dim) - after.amin(dim) <= share * (high - low).squeeze(dim) + slack).all())
+        inside = (before - (low + high) / 2).abs() < share / 2 * (high - low) - slack
+        assert torch.equal(after[inside], before[inside]) and not bool((after == before).all())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_clipping_hides_nothing_and_leaves_constants(bad):
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(3))
+    x[1, 20], x[2, :16] = bad, 0.1
+    got = clip_groups(x, 0.8, 16, -1)
+    assert (
+        not bool(got[1, 16:].isfinite().all()) and bool(got[0].isfinite().all()) and bool(got[1, :16].isfinite().all())
+    )
+    assert torch.equal(got[2, :16], x[2, :16])
+    extreme = torch.tensor([[torch.finfo(torch.float32).max, -torch.finfo(torch.float32).max, 0.0, 1.0]])
+    assert bool(clip_groups(extreme, 0.9, 4, -1).isfinite().all())
 
 
 @pytest.mark.parametrize(("bits", "group"), [(3, 16), (1, 16), (32, 16), (4, 0), (4, -1)])

@@ -130,6 +130,56 @@ def test_transforms(kernel):
     assert torch.equal(data[:, : want.shape[1]], want)
 
 
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_clipped_blocks(kernel, calls):
+    x = numbers(1, 2, 2, 32, 32, dtype=torch.bfloat16)[:, :1]
+    keys = codec_of(32, 32, 16, "channel", torch.bfloat16, clip=0.8)
+    values = codec_of(32, 32, 32, "token", torch.bfloat16, True, transform=HadamardRotation(32), clip=0.7)
+    for codec in (keys, values):
+        out = torch.zeros(1, 1, codec.nbytes(2), dtype=torch.uint8)
+        encode_blocks(codec, x, 2, out, kernel)
+        assert torch.equal(out, codec.encode(x, 2))
+        assert not torch.equal(out, dataclasses.replace(codec, clip=1.0).encode(x, 2))
+    assert calls == (["quantize_"] * 2 if kernel == "auto" else [])
+    data = torch.cat([keys.encode(x, 16), values.encode(x, 16)], dim=-1)[0]
+    shrink_pages(data, 1, (keys, values), 16, 4, kernel)
+    want = torch.cat([keys.encode(x, 4), values.encode(x, 4)], dim=-1)[0]
+    assert torch.equal(data[:, : want.shape[1]], want)
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+def test_clipped_tiers(kernel):
+    keys = numbers(1, 1, 2, 32, 32, dtype=torch.bfloat16)[0, 0]
+    tiers = torch.arange(64).view(2, 32) % 3
+    codec = TieredKeyCodec(2, 32, 32, torch.bfloat16, 16, byte_orders("cpu", 32)[0], clip=0.8)
+    want = codec.encode(keys[None], tiers[None])
+    out = torch.zeros_like(want.dense[0])
+    got = encode_tiers(codec, keys, tiers, out, kernel)
+    assert same_bytes(codec.dense, out[None, None], want.dense[None], 2)
+    assert torch.equal(got.low, want.low)
+    plain = dataclasses.replace(codec, clip=1.0).encode(keys[None], tiers[None])
+    clipped, whole = codec.decode(want).transpose(-1, -2)[0], codec.decode(plain).transpose(-1, -2)[0]
+    assert torch.equal(clipped[tiers > 0].nan_to_num(), whole[tiers > 0].nan_to_num())
+    assert not torch.equal(clipped[tiers == 0].nan_to_num(), whole[tiers == 0].nan_to_num())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("floors", [(4, 2), (2, 8), (8, 8), (16, 4)])
+@pytest.mark.parametrize(("bits", "target"), [(16, 8), (16, 2), (8, 4), (8, 2), (4, 2)])
+def test_either_side_stops_at_its_floor(floors, bits, target, kernel, calls):
+    codecs = codec_of(32, 40, 32, "channel", torch.bfloat16), codec_of(32, 24, 16, "token", torch.bfloat16, True)
+    data = [numbers(2, 3, 2, 32, codec.dim, dtype=torch.bfloat16).nan_to_num() for codec in codecs]
+
+    def pages(bits: int) -> torch.Tensor:
+        sides = zip(codecs, data, floors)
+        return torch.cat([codec.encode(x, max(bits, floor)) for codec, x, floor in sides], dim=-1)
+
+    held, want = pages(bits).flatten(1).clone(), pages(target)
+    shrink_pages(held, 3, codecs, bits, target, kernel, floors)
+    assert torch.equal(held[:, : want[0].numel()].unflatten(1, (3, -1)), want)
+    assert bool(calls) == (kernel == "auto" and max(floors) <= target)
+
+
 def test_plain_torch_if_asked_for_or_needed(calls):
     x = numbers(1, 2, 2, 32, 24, dtype=torch.float32)
     codec = codec_of(32, 24, 32, "channel", torch.float32)
