@@ -8,17 +8,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from tables import read_csv
 from transformers import AutoConfig
 
 from hf_kvq import KVQPlan, MixKVQConfig, PMKVQConfig
-from hf_kvq.bundled import bundled_model_path
-from hf_kvq.hub.cards import render
+from hf_kvq.bundled import bundled_model_path, bundled_text, load_model
+from hf_kvq.hub.cards import page
 
 
 ROOT = Path(__file__).parent.parent
 RESULTS, PLANS = ROOT / "docs" / "results", ROOT / "docs" / "plans"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TEXT = "English essays"
 
 
 def pmkvq() -> KVQPlan:
@@ -28,27 +30,41 @@ def pmkvq() -> KVQPlan:
         if (row["schedule"], row["bytes of"], row["widths"]) == ("progressive", "15 of 30 at 4", "calibrated")
     )
     config = PMKVQConfig(fbit=tuple(map(int, row["fbit"].split())), max_length=2048)
-    calibration = {"dataset": "bundled English essays", "n_samples": 8, "seq_len": 2048, "seed": 0}
-    return plan_of(config, calibration, row, 2048)
+    calibration = {"dataset": f"{TEXT}, other parts of them", "n_samples": 8, "seq_len": 2048, "seed": 0}
+    return plan_of(config, calibration, row, exact_perplexity(texts=2, length=2048), tokens=2 * 2048)
 
 
 def mixkvq() -> KVQPlan:
-    row = next(row for row in read_csv(RESULTS / "fidelity_8192.csv") if row["cache"] == "mixkvq, target 2.5")
-    return plan_of(MixKVQConfig(target_bits=2.5), {}, row, 8192)
+    rows = {row["cache"]: row for row in read_csv(RESULTS / "fidelity_8192.csv")}
+    exact = float(rows["exact"]["perplexity"])
+    return plan_of(MixKVQConfig(target_bits=2.5), {}, rows["mixkvq, target 2.5"], exact, tokens=8192)
 
 
-def plan_of(config: PMKVQConfig | MixKVQConfig, calibration: dict, row: dict[str, str], tokens: int) -> KVQPlan:
-    fidelity = {"tokens": tokens, "text": "English essays"}
+def plan_of(
+    config: PMKVQConfig | MixKVQConfig, calibration: dict, row: dict[str, str], exact_perplexity: float, tokens: int
+) -> KVQPlan:
+    fidelity = {"dataset": TEXT, "tokens": tokens, "exact_perplexity": exact_perplexity}
     for key, column in (("true_bits", "true bits"), ("perplexity", "perplexity"), ("kl", "KL"), ("top1", "top-1")):
         fidelity[key] = float(row[column])
     model_config = AutoConfig.from_pretrained(bundled_model_path())
     return KVQPlan.of(model_config, config, calibration, fidelity, base_model=MODEL)
 
 
+@torch.no_grad()
+def exact_perplexity(texts: int, length: int) -> float:
+    """Of the texts that calibrate_fbits.py compares on, which does not write it down."""
+    model, tokenizer = load_model("bundled", dtype=torch.float32)
+    text = bundled_text()
+    ids = tokenizer(text[len(text) * 4 // 5 :], return_tensors="pt").input_ids[0, : texts * length]
+    losses = [model(input_ids=part[None], labels=part[None], use_cache=False).loss for part in ids.split(length)]
+    return round(torch.stack(losses).mean().exp().item(), 2)
+
+
 def main() -> None:
     for name, plan in (("smollm2-135m-instruct-pmkvq", pmkvq()), ("smollm2-135m-instruct-mixkvq", mixkvq())):
         plan.save_pretrained(PLANS / name)
-        (PLANS / name / "README.md").write_text(render(plan, f"hf-kvq/{name}"), encoding="utf-8")
+        for file, data in page(plan, f"hf-kvq/{name}").items():
+            (PLANS / name / file).write_bytes(data)
 
 
 if __name__ == "__main__":

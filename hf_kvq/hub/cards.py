@@ -9,10 +9,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
+import torch
 import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load, metadata_save
 from transformers.utils import logging
+
+from . import measures, plots
+from .checks import KEY_SCALE
 
 
 if TYPE_CHECKING:
@@ -23,8 +27,14 @@ logger = logging.get_logger(__name__)
 #: A README with this line is ours, and written anew at each push.
 MARKER = "<!-- hf_kvq writes this page anew at each push; delete this line to keep a page of your own. -->"
 
+README = "README.md"
+PLOT = "kvq_widths.svg"
+BENCHMARKS = ".eval_results/hf_kvq.yaml"
+
 _TEMPLATE = Path(__file__).with_name("model_cards") / "plan.md.jinja"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
+# Options that have a section of their own.
+_OF_LAYERS = ("fbit", "value_fbit")
+_TENSORS = {KEY_SCALE: "λ: keys are divided by it before they are quantized, and queries multiplied"}
 
 
 def tags(plan: KVQPlan) -> list[str]:
@@ -32,7 +42,67 @@ def tags(plan: KVQPlan) -> list[str]:
     return ["hf-kvq", "kv-cache", "kv-cache-quantization", plan.method]
 
 
-def render(plan: KVQPlan, repo_id: str) -> str:
+def page(plan: KVQPlan, repo_id: str) -> dict[str, bytes]:
+    """The files about a plan in a repository of its own: the model card, its picture, and results of benchmarks."""
+    files = {README: _render(plan, repo_id).encode()}
+    if _has_plot(plan):
+        base = plan.base_model
+        files[PLOT] = plots.layer_widths(base.quantized_layers, plan.layer_widths(), base.layers)
+    bits = plan.fidelity.get("true_bits")
+    notes = f"KV cache quantized by hf_kvq, {plan.method}" + (f", {bits} bits per number" if bits else "")
+    if (results := measures.benchmark_results(plan.fidelity, notes)) is not None:
+        files[BENCHMARKS] = results
+    return files
+
+
+def changes(plan: KVQPlan, repo_id: str, readme: bytes | None, is_own: bool) -> dict[str, bytes | None]:
+    """Files about the plan, by path: what they have to become, or None for those that must not be there any more.
+
+    Args:
+        readme: what README.md is now, if there is one.
+        is_own: the repository holds nothing but the plan.
+    """
+    if is_own and (readme is None or MARKER.encode() in readme):
+        return {PLOT: None, BENCHMARKS: None, **page(plan, repo_id)}
+    tagged = None if readme is None else _tagged(readme, tags(plan))
+    return {} if tagged is None else {README: tagged}
+
+
+def summary(plan: KVQPlan) -> str:
+    """A plan in a few lines of plain text."""
+    config, calibration = (
+        ", ".join(
+            f"{key}={value}" for key, value in sorted(values.items()) if value is not None and key not in _OF_LAYERS
+        )
+        for values in (plan.to_dict()["config"], plan.calibration)
+    )
+    total = len(plan.base_model.quantized_layers)
+    paragraphs = {
+        "method": [plan.method],
+        "model": [str(plan.base_model)],
+        "bits": [
+            (f"{keys}" if keys == values else f"{keys} of keys, {values} of values,")
+            + f" in layers {layers} ({number} of {total})"
+            for keys, values, layers, number in _widths(plan)
+        ],
+        "config": [config],
+        "calibration": [calibration],
+        "fidelity": [
+            f"{what}: {value}" + (f" (16-bit cache: {exact})" if exact is not None else "")
+            for what, exact, value in measures.rows(plan.fidelity)
+        ],
+        "tensors": [f"{name} {shape}: {what}" for name, shape, what in _tensor_rows(plan.tensors)],
+        "made by": [f"hf_kvq {plan.hf_kvq_version}"],
+    }
+    return "\n".join(
+        f"{'' if i else name:<13}{_line(line)}"
+        for name, lines in paragraphs.items()
+        for i, line in enumerate(lines)
+        if line
+    )
+
+
+def _render(plan: KVQPlan, repo_id: str) -> str:
     """The model card of a plan in a repository of its own."""
     dataset = plan.calibration.get("dataset")
     data = ModelCardData(
@@ -41,50 +111,27 @@ def render(plan: KVQPlan, repo_id: str) -> str:
         library_name="hf-kvq",
         pipeline_tag="text-generation",
         tags=tags(plan),
-        datasets=[dataset] if isinstance(dataset, str) and _HUB_ID.fullmatch(dataset) else None,
+        datasets=[dataset] if isinstance(dataset, str) and measures.HUB_ID.fullmatch(dataset) else None,
+        model_name=repo_id.rpartition("/")[2],
+        eval_results=measures.eval_results(plan.fidelity) or None,
     )
-    fbits = plan.layer_fbits()
+    widths = _widths(plan)
     card = ModelCard.from_template(
         data,
         template_str=_TEMPLATE.read_text(encoding="utf-8"),
         marker=MARKER,
         repo_id=repo_id,
         plan=plan,
-        fbits=_runs(plan.base_model.quantized_layers, fbits) if fbits else [],
-        options=_rows({key: value for key, value in plan.to_dict()["config"].items() if key != "fbit"}),
+        widths=widths,
+        plot=PLOT if _has_plot(plan) else None,
+        description=plots.describe(plan.layer_widths(), plan.base_model.layers) if widths else None,
+        option_rows=_rows({key: value for key, value in plan.to_dict()["config"].items() if key not in _OF_LAYERS}),
         calibration_rows=_rows(plan.calibration),
-        fidelity_rows=_rows(plan.fidelity),
+        fidelity_rows=[tuple(map(_cell, row)) for row in measures.rows(plan.fidelity)],
+        tensor_rows=[tuple(map(_cell, row)) for row in _tensor_rows(plan.tensors)],
     )
-    return str(card)
-
-
-def summary(plan: KVQPlan) -> str:
-    """A plan in a few lines of plain text."""
-    base, values = plan.base_model, plan.to_dict()
-    lines = [("method", plan.method), ("model", str(base))]
-    fbits = plan.layer_fbits()
-    lines += [
-        ("bits", ", ".join(f"{bits} in layers {run}" for run, bits in _runs(base.quantized_layers, fbits or ())))
-    ]
-    for name in ("config", "calibration", "fidelity"):
-        shown = {key: value for key, value in values[name].items() if value is not None and key != "fbit"}
-        lines.append((name, ", ".join(f"{key}={value}" for key, value in sorted(shown.items()))))
-    lines.append(("tensors", ", ".join(f"{name} {list(x.shape)}" for name, x in sorted(plan.tensors.items()))))
-    lines.append(("made by", f"hf_kvq {plan.hf_kvq_version}"))
-    return "\n".join(f"{name:<13}{text}" for name, text in lines if text)
-
-
-def readme(plan: KVQPlan, repo_id: str, present: bytes | None, is_own: bool) -> bytes | None:
-    """What README.md has to become; None to leave it.
-
-    Args:
-        present: what it is now, if there is one.
-        is_own: the repository holds nothing but the plan.
-    """
-    if is_own and (present is None or MARKER.encode() in present):
-        page = render(plan, repo_id).encode()
-        return None if page == present else page
-    return None if present is None else _tagged(present, tags(plan))
+    # Parts that are left out leave their blank lines behind.
+    return re.sub(r"\n{3,}", "\n\n", f"{card}\n")
 
 
 def _tagged(present: bytes, wanted: list[str]) -> bytes | None:
@@ -105,20 +152,47 @@ def _tagged(present: bytes, wanted: list[str]) -> bytes | None:
         return path.read_bytes()
 
 
-def _runs(layers: tuple[int, ...], fbits: tuple[int, ...]) -> list[tuple[str, int]]:
-    """(layers, width) of neighbours with the same width, such as ("0-3", 8)."""
+def _has_plot(plan: KVQPlan) -> bool:
+    """One width for all layers is nothing to look at."""
+    return len(set(plan.layer_widths() or ())) > 1
+
+
+def _widths(plan: KVQPlan) -> list[tuple[int, int, str, int]]:
+    """(bits of keys, of values, layers, number of layers) from the widest on, such as (4, 2, "1-3, 5", 4)."""
+    layers: dict[tuple[int, int], list[int]] = {}
+    for layer, widths in zip(plan.base_model.quantized_layers, plan.layer_widths() or ()):
+        layers.setdefault(widths, []).append(layer)
+    return [(*widths, _ranges(found), len(found)) for widths, found in sorted(layers.items(), reverse=True)]
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Ascending numbers, with neighbours taken together: "1-3, 5"."""
+    # Within a run of neighbours, a number and its place grow alike.
+    grouped = itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    runs = [[x for _, x in run] for _, run in grouped]
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def _tensor_rows(tensors: dict[str, torch.Tensor]) -> list[tuple[str, str, str]]:
+    """(name, dtype and shape, what it is)."""
     rows = []
-    for bits, run in itertools.groupby(zip(layers, fbits), key=lambda pair: pair[1]):
-        first, *_, last = indices if len(indices := [layer for layer, _ in run]) > 1 else indices * 2
-        rows.append((f"{first}-{last}" if last != first else str(first), bits))
+    for name, x in sorted(tensors.items()):
+        what = _TENSORS.get(name, "not used by this version of hf_kvq")
+        between = f"; {x.min().item():.3g} to {x.max().item():.3g}" if name in _TENSORS else ""
+        rows.append((name, f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}", what + between))
     return rows
 
 
 def _rows(values: dict[str, Any]) -> list[tuple[str, str]]:
-    """Cells of a table; text is kept from being read as Markdown."""
     return [(_cell(key), _cell(value)) for key, value in sorted(values.items()) if value is not None]
 
 
 def _cell(value: Any) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", " ".join(text.split())[:200])
+    """Of a table; text is kept from being read as Markdown."""
+    text = f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
+    return re.sub(r"([\\`*_|<>\[\]])", r"\\\1", _line(text)[:200])
+
+
+def _line(text: str) -> str:
+    """Nothing that ends a line, moves a cursor, or cannot be encoded."""
+    return "".join(x if x.isprintable() else "\ufffd" for x in " ".join(text.split()))

@@ -5,11 +5,24 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write a file so that nobody ever sees half of it.
+
+    Raises:
+        OSError: it cannot be written; what was there before still is.
+    """
+    with replacement(path) as scratch:
+        scratch.write_bytes(data)
+
+
+@contextmanager
+def replacement(path: Path) -> Iterator[Path]:
+    """A file to write, which takes the place of `path` once it is complete.
 
     Raises:
         OSError: it cannot be written; what was there before still is.
@@ -22,9 +35,9 @@ def replace_file(path: Path, data: bytes) -> None:
             continue
         break
     try:
-        with file:
-            file.write(data)
-            file.flush()
+        file.close()
+        yield scratch
+        with scratch.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(scratch, path)
     except BaseException:

@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..config import KIVIConfig, MixKVQConfig, Options, PMKVQConfig
 from ..version import __version__
 from . import remote, schema
+from .checks import check_config, check_tensors
 from .errors import PlanError
 from .facts import BaseModel
 from .files import replace_file
@@ -40,7 +41,8 @@ class KVQPlan:
         base_model: the model that it was made for.
         calibration: what it was made from; numbers, text, and lists of them.
         fidelity: what it was measured to cost, in the same form.
-        tensors: what is too big for JSON.
+        tensors: what is too big for JSON: `key_scale` for `transform="lambda"`, float32 [quantized layers, KV heads,
+            head_dim].
         hf_kvq_version: the version that made it.
 
     Raises:
@@ -49,7 +51,7 @@ class KVQPlan:
     Example:
 
     ```python
-    >>> plan = KVQPlan.of(model, calibrate_fbits(model, 32768, "2.25bits"), calibration={"seqlen": 2048})
+    >>> plan = KVQPlan.of(model, calibrate_fbits(model, 32768, "2.25bits"), calibration={"seq_len": 2048})
     >>> plan.save_pretrained("my-model/kvq")
     >>> model.generate(**inputs, cache_implementation="pmkvq", cache_config={"plan": plan})
     ```
@@ -71,7 +73,8 @@ class KVQPlan:
         for name in ("calibration", "fidelity", "tensors"):
             object.__setattr__(self, name, copy.copy(getattr(self, name)))
         schema.check(schema.load(self.files()[PLAN_FILE]))
-        self._check_layers()
+        check_config(self.config, self.base_model)
+        check_tensors(self.config, self.base_model, self.tensors)
 
     @classmethod
     def of(
@@ -259,11 +262,11 @@ class KVQPlan:
                 f"{'; '.join(differences)}. cache_config={{'plan': None}} does without a plan"
             )
 
-    def layer_fbits(self) -> tuple[int, ...] | None:
-        """Final width of each quantized layer; None for a method that has none."""
+    def layer_widths(self) -> tuple[tuple[int, int], ...] | None:
+        """Final widths of keys and values of each quantized layer; None for a method that has none."""
         if not isinstance(self.config, PMKVQConfig):
             return None
-        return self.config.layer_fbits(self.base_model.layers, self.base_model.quantized_layers)
+        return self.config.layer_widths(self.base_model.layers, self.base_model.quantized_layers)
 
     def __eq__(self, other: object) -> bool:
         return self.files() == other.files() if isinstance(other, KVQPlan) else NotImplemented
@@ -272,27 +275,13 @@ class KVQPlan:
 
     def __repr__(self) -> str:
         facts = [f"{self.method} for {self.base_model}"]
-        if fbits := self.layer_fbits():
-            facts.append(", ".join(f"{n} x {bits} bits" for bits, n in sorted(Counter(fbits).items(), reverse=True)))
+        if widths := self.layer_widths():
+            counts = sorted(Counter(widths).items(), reverse=True)
+            facts.append(", ".join(f"{n} x {k if k == v else f'{k}/{v}'} bits" for (k, v), n in counts))
         defaults = METHODS[self.method]().to_dict()
-        chosen = {k: v for k, v in self.config.to_dict().items() if v != defaults[k] and k != "fbit"}
+        chosen = {k: v for k, v in self.config.to_dict().items() if v != defaults[k] and "fbit" not in k}
         facts += [f"{key}={value}" for key, value in chosen.items() if not isinstance(value, list)]
         return f"KVQPlan({'; '.join(facts)})"
-
-    def _check_layers(self) -> None:
-        """Lists of the options have to be as long as the model has layers."""
-        base = self.base_model
-        if list(base.quantized_layers) != sorted({i for i in base.quantized_layers if i < base.layers}):
-            raise PlanError(f"base_model.quantized_layers must be ascending indices below {base.layers}")
-        try:
-            self.layer_fbits()
-            if isinstance(self.config, MixKVQConfig):
-                for i in base.quantized_layers:
-                    for tau in self.config.layer_tau(i, base.layers) or ():
-                        if isinstance(tau, tuple) and base.kv_heads and len(tau) != base.kv_heads:
-                            raise ValueError(f"a threshold lists {len(tau)} KV heads of {base.kv_heads}")
-        except ValueError as error:
-            raise PlanError(f"config: {error}") from error
 
 
 def _hint(version: str) -> str:

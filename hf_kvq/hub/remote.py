@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 LIBRARY = {"library_name": "hf_kvq", "library_version": __version__}
 
-_README = "README.md"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # The client's own network errors have this base; which library it comes from depends on the client's version.
 _NETWORK_ERRORS = tuple(base for base in HfHubHTTPError.__bases__ if base is not OSError)
@@ -163,19 +162,22 @@ def push(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
         info = api.repo_info(repo_id, revision=revision)
         present = {file.rfilename for file in info.siblings or []}
-        files = {f"{prefix}/{name}" if prefix else name: data for name, data in plan.files().items()}
-        stale = f"{prefix}/{TENSORS_FILE}" if prefix else TENSORS_FILE
-        operations: list[Any] = [CommitOperationAdd(path, data) for path, data in files.items()]
-        if stale in present and stale not in files:
-            operations.append(CommitOperationDelete(stale))
         readme = None
-        if _README in present:
-            readme = Path(hf_hub_download(repo_id, _README, revision=info.sha, token=token, **LIBRARY)).read_bytes()
-        if (card := cards.readme(plan, repo_id, readme, is_own=not prefix)) is not None:
-            operations.append(CommitOperationAdd(_README, card))
+        if cards.README in present:
+            file = hf_hub_download(repo_id, cards.README, revision=info.sha, token=token, **LIBRARY)
+            readme = Path(file).read_bytes()
+        is_own = not prefix and "config.json" not in present
+        wanted: dict[str, bytes | None] = {TENSORS_FILE: None, **plan.files()}
+        if prefix:
+            wanted = {f"{prefix}/{name}": data for name, data in wanted.items()}
+        wanted |= cards.changes(plan, repo_id, readme, is_own)
         return api.create_commit(
             repo_id,
-            operations,
+            [
+                CommitOperationDelete(path) if data is None else CommitOperationAdd(path, data)
+                for path, data in wanted.items()
+                if data is not None or path in present
+            ],
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,

@@ -30,7 +30,8 @@ def test_push_pull_and_show(hub, plan, tmp_path, capsys):
     capsys.readouterr()
     assert main(["show", out]) == 0
     shown = capsys.readouterr().out
-    assert "8 in layers 0, 4 in layers 1, 2 in layers 2" in shown and "dataset=me/essays" in shown
+    assert "bits         8 in layers 0 (1 of 3)\n             4 in layers 1 (1 of 3)\n" in shown
+    assert "dataset=me/essays" in shown and "nats per token: 0.012 (16-bit cache: 0)" in shown
     assert main(["show", out, "--json"]) == 0 and '"method": "pmkvq"' in capsys.readouterr().out
     for arguments, status in (
         (["show", "me/none"], 1),

@@ -108,7 +108,7 @@ def test_what_a_plan_knows_of_its_model():
     assert base == BaseModel("gemma3_text", 3, (1,), 2, 16, "me/gemma", "ab" * 20, "Gemma3ForCausalLM")
     assert str(base) == "me/gemma at abababababab (Gemma3ForCausalLM, 3 layers)"
     plan = KVQPlan.of(config, PMKVQConfig(fbit=[2]))
-    assert plan.layer_fbits() == (2,)
+    assert plan.layer_widths() == ((2, 2),)
     with pytest.raises(PlanError, match="fbit lists 3 layers"):
         KVQPlan.of(config, PMKVQConfig(fbit=[2, 4, 2]))
 

@@ -39,14 +39,14 @@ def test_a_repository_of_its_own(hub, tensors):
     info = plan.push_to_hub("me/tiny-kvq", token=ME)
     files = hub.files("me/tiny-kvq")
     assert {name: files[name] for name in plan.files()} == plan.files()
-    assert set(files) == {".gitattributes", "README.md", *plan.files()} and info.pr_url is None
+    assert set(files) == {".gitattributes", "README.md", cards.PLOT, *plan.files()} and info.pr_url is None
     assert info.oid == hub.repos["me/tiny-kvq"].refs["main"]
     assert KVQPlan.from_pretrained("me/tiny-kvq") == plan
     # The same again is no commit; another one replaces everything of ours.
     assert plan.push_to_hub("me/tiny-kvq", token=ME).oid == info.oid
     other = make_plan(fidelity={"kl": 0.5})
     other.push_to_hub("me/tiny-kvq", token=ME)
-    assert set(hub.files("me/tiny-kvq")) == {".gitattributes", "README.md", FILE}
+    assert set(hub.files("me/tiny-kvq")) == {".gitattributes", "README.md", cards.PLOT, FILE}
     assert KVQPlan.from_pretrained("me/tiny-kvq") == other and b"0.5" in hub.files("me/tiny-kvq")["README.md"]
 
 
@@ -54,6 +54,8 @@ def test_the_card_of_a_repository_of_its_own(hub, plan):
     plan.push_to_hub("me/tiny-kvq", token=ME)
     text = hub.files("me/tiny-kvq")["README.md"].decode()
     data = ModelCard(text).data.to_dict()
+    ((result,),) = (entry.pop("results") for entry in data["model-index"])
+    assert result["metrics"][0]["type"] == "kl_divergence" and result["metrics"][0]["value"] == 0.012
     assert data == {
         "base_model": "me/tiny",
         "base_model_relation": "quantized",
@@ -61,8 +63,9 @@ def test_the_card_of_a_repository_of_its_own(hub, plan):
         "pipeline_tag": "text-generation",
         "tags": ["hf-kvq", "kv-cache", "kv-cache-quantization", "pmkvq"],
         "datasets": ["me/essays"],
+        "model-index": [{"name": "tiny-kvq"}],
     }
-    assert "| 0 | 8 |\n| 1 | 4 |\n| 2 | 2 |\n" in text and "| kl | 0.012 |" in text and "| n | 16 |" in text
+    assert "| 8 | 8 | 0 | 1 |\n| 4 | 4 | 1 | 1 |\n" in text and "| 0 | 0.012 |" in text and "| n | 16 |" in text
     assert 'cache_config={"plan": "me/tiny-kvq"}' in text and "None" not in text
     # Somebody's own page in its place is kept.
     own = text.replace(cards.MARKER, "my words")

@@ -154,7 +154,7 @@ def test_any_change_to_the_config_is_refused_or_makes_a_whole_plan(seed):
     plan = load(config, good()[1])
     if plan is not None:
         assert sorted(plan.tensors) == ["a", "b"] and plan.files()["kvq.safetensors"] == good()[1]
-        assert len(plan.layer_fbits() if plan.method == "pmkvq" else (1, 2, 3)) == 3
+        assert len(plan.layer_widths() if plan.method == "pmkvq" else (1, 2, 3)) == 3
 
 
 leaves = (
