@@ -3,16 +3,36 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from transformers import Cache, DynamicCache, PretrainedConfig
+from transformers import Cache, DynamicCache, PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import logging
 
 from ..config import Options
 from .layer import KVQLayer
 from .padding import Padding
+from .sharding import HeadShard
+
+
+logger = logging.get_logger(__name__)
+
+T = TypeVar("T", bound="KVQCache")
+
+
+# Members that caches had before transformers 5, and what to use now.
+_REMOVED = {
+    "key_cache": "dequantize(layer_idx)[0]",
+    "value_cache": "dequantize(layer_idx)[1]",
+    "to_legacy_cache": "dequantize(layer_idx)",
+    "seen_tokens": "get_seq_length()",
+    "_seen_tokens": "get_seq_length()",
+    "get_usable_length": "get_seq_length()",
+}
 
 
 class KVQCache(Cache):
@@ -23,18 +43,29 @@ class KVQCache(Cache):
     Args:
         layers: all layers of the model; the quantized ones share `padding`.
         padding: the padding columns of the batch.
+        model_config: the model's config.
     """
 
     config_class: type[Options]
 
-    def __init__(self, layers: list[Any], padding: Padding):
+    def __init__(self, layers: list[Any], padding: Padding, model_config: PretrainedConfig):
+        from ..hub.facts import BaseModel  # here, as plans build on the caches
+
         super().__init__(layers=layers)
         self.padding = padding
         self.quantized_layers = [layer for layer in layers if isinstance(layer, KVQLayer)]
+        #: The model that the cache is for; None if it has nothing to quantize.
+        self.base_model = BaseModel.of(model_config) if self.quantized_layers else None
+        self.shard = HeadShard.of(model_config)
+        if self.quantized_layers and getattr(model_config.get_text_config(decoder=True), "num_kv_shared_layers", 0):
+            # Layers without keys of their own use those of the last layer of their kind that has some.
+            self.quantized_layers[-1].is_shared = True
 
     def __repr__(self) -> str:
         widths = Counter(self.layer_bits())
         layers = ", ".join(f"{n} at {bits} bits" for bits, n in sorted(widths.items(), reverse=True))
+        if not self.quantized_layers:
+            return f"{type(self).__name__}(nothing to quantize, {len(self.layers)} ordinary layers)"
         rows = len(self.quantized_layers[0].states)
         if not rows:
             return f"{type(self).__name__}(empty, {len(self.layers)} layers)"
@@ -43,6 +74,10 @@ class KVQCache(Cache):
             f"{self.nbytes() / 2**20:.2f} MiB held, {self.exact_nbytes() / 2**20:.2f} MiB in an ordinary cache, "
             f"{self.true_bits():.2f} true bits)"
         )
+
+    def __getattr__(self, name: str) -> Any:
+        hint = f"; use {_REMOVED[name]}, or a newer version of the model's code" if name in _REMOVED else ""
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}")
 
     @classmethod
     def options_of(
@@ -58,6 +93,8 @@ class KVQCache(Cache):
 
     # --- filling ---------------------------------------------------------------------------------------------------
 
+    # Compiled models leave their graph here: what a cache does depends on what it holds.
+    @torch.compiler.disable
     def observe_padding(self, attention_mask: torch.Tensor | None, new_columns: int) -> None:
         """Learn from a 2D attention mask, [batch, columns], which of the coming `new_columns` columns are padding."""
         start = self.get_seq_length()
@@ -68,6 +105,7 @@ class KVQCache(Cache):
         missing = new_columns - valid.shape[1]
         self.padding.observe(start, torch.nn.functional.pad(valid, (0, missing)))
 
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,8 +113,15 @@ class KVQCache(Cache):
 
         The layer before is stored now at the latest, so that no two layers hold a prompt's exact K and V.
         """
-        self._settle()
-        held = self.layers[layer_idx].get_seq_length()
+        for layer in self.quantized_layers:
+            layer.settle_attended()
+        layer = self.layers[layer_idx]
+        if layer.is_initialized and getattr(layer, "device", key_states.device) != key_states.device:
+            from .state import move_layer
+
+            # Filled elsewhere: a cache file, or a model that has been moved since.
+            move_layer(layer, key_states.device)
+        held = layer.get_seq_length()
         coming = [layer for layer in self.quantized_layers if layer.columns == held]
         try:
             # All layers or none: an overflow must not leave the layers at different lengths.
@@ -88,6 +133,34 @@ class KVQCache(Cache):
                 # No layer took these columns in, so their padding is not to be remembered.
                 self.padding.crop(held)
             raise
+
+    def fill(self, cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
+        """Take over what an ordinary cache of the same model holds, with keys and values quantized.
+
+        Args:
+            cache: a `DynamicCache` made with the model's config; it stays as it is.
+            attention_mask: 2D, [batch, columns], where the batch is padded.
+
+        Raises:
+            ValueError: this cache is not empty, or the other one is of another kind of model.
+        """
+        if any(layer.is_initialized for layer in self.quantized_layers):
+            raise ValueError("fill takes an empty cache; reset() this one, or make a new one")
+        kinds = [[type(layer) for layer in layers] for layers in (cache.layers, self.layers)]
+        kinds[1] = [DynamicLayer if issubclass(kind, KVQLayer) else kind for kind in kinds[1]]
+        if kinds[0] != kinds[1]:
+            held, wanted = (", ".join(kind.__name__ for kind in side) for side in kinds)
+            raise ValueError(
+                f"this cache goes with ordinary layers of {wanted}, but was given {held}; make the ordinary cache "
+                "with DynamicCache(config=model.config)"
+            )
+        self.observe_padding(attention_mask, cache.get_seq_length())
+        for i, layer in enumerate(cache.layers):
+            if isinstance(self.layers[i], KVQLayer):
+                self.update(layer.keys, layer.values, i)
+            else:
+                self.layers[i] = copy.deepcopy(layer)
+        self._settle()
 
     def _settle(self) -> None:
         for layer in self.quantized_layers:
@@ -106,7 +179,7 @@ class KVQCache(Cache):
         )
 
     def true_bits(self) -> float:
-        """All bytes held, per element of the tokens held, in bits; NaN while the cache is empty."""
+        """Bytes that the quantized layers hold, per element of their tokens, in bits; NaN while there are none."""
         elements = sum(layer.elements() for layer in self.quantized_layers)
         held = sum(layer.nbytes() for layer in self.quantized_layers)
         return 8 * held / elements if elements else float("nan")
@@ -128,6 +201,75 @@ class KVQCache(Cache):
             else {"layer": i, "kind": type(layer).__name__, "bits": 16, "nbytes": layer_bytes(layer)}
             for i, layer in enumerate(self.layers)
         ]
+
+    # --- files and devices -------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Write all that the cache holds into one safetensors file, to go on from it later or elsewhere.
+
+        It holds no room that is only reserved, and no code. On a model that is split by tensor parallelism, every
+        process saves a file of its own.
+
+        Raises:
+            ValueError: the cache is empty, or what it holds cannot be stored.
+            OSError: the file cannot be written; what was there before still is.
+
+        Example:
+
+        ```python
+        >>> model(**prefix, past_key_values=cache)
+        >>> cache.save("prefix.safetensors")
+        >>> cache = KVQCache.load("prefix.safetensors", model)
+        ```
+        """
+        from .files import save_cache  # here, as files build on plans
+
+        save_cache(self, path)
+
+    @classmethod
+    def load(
+        cls: type[T],
+        path: str | os.PathLike,
+        model: PreTrainedModel | PretrainedConfig,
+        device: torch.device | str | None = None,
+        kernel: str = "auto",
+    ) -> T:
+        """Read what `save` wrote. The cache goes on as the saved one would have.
+
+        Args:
+            path: the file.
+            model: the model that it is for, or its config.
+            device: where to; the default is the model's device, or the CPU. Each layer moves to the device of its
+                tokens when new ones come.
+            kernel: see the cache's options.
+
+        Raises:
+            ValueError: the file is damaged, too new, or belongs to another model or another kind of cache.
+            OSError: there is no such file.
+        """
+        from .files import load_cache
+
+        return load_cache(path, model, device, kernel, cls)
+
+    def offload(self, layer_idx: int, only_non_sliding: bool = True) -> None:
+        """Not possible layer by layer: attention comes to a layer after `update`, where transformers would offload it.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"a {type(self).__name__} is not offloaded layer by layer; it holds far less than the caches that this is "
+            "made for. cache.to('cpu') moves all of it"
+        )
+
+    def to(self: T, device: torch.device | str) -> T:
+        """Bring everything to another device, in place; codes come to lie as that device's kernels want them."""
+        from .state import move_layer
+
+        self._settle()
+        for layer in self.layers:
+            move_layer(layer, torch.device(device))
+        return self
 
     # --- operations on all layers ------------------------------------------------------------------------------------
 
@@ -157,20 +299,23 @@ class KVQCache(Cache):
         self.padding.select((indices.nonzero().flatten() if indices.dtype == torch.bool else indices).tolist())
 
 
-def stock_layers(model_config: PretrainedConfig) -> tuple[list[Any], list[int]]:
+def stock_layers(model_config: PretrainedConfig, may_be_none: bool = False) -> tuple[list[Any], list[int]]:
     """The layers of an ordinary cache for this model, and the indices of those that can be quantized.
 
     Raises:
-        ValueError: the model has no full-attention layer.
+        ValueError: the model has no full-attention layer; with `may_be_none` that is a warning, if it has others.
     """
     layers = DynamicCache(config=model_config).layers
     full_attention = [i for i, layer in enumerate(layers) if type(layer) is DynamicLayer]
     if not full_attention:
         kinds = ", ".join(sorted({type(layer).__name__ for layer in layers})) or "no cache layers"
-        raise ValueError(
+        reason = (
             f"{type(model_config).__name__} has nothing to quantize: only full-attention layers are, and this model "
-            f"has {kinds}. Use its ordinary cache"
+            f"has {kinds}. "
         )
+        if not (may_be_none and layers):
+            raise ValueError(reason + "Use its ordinary cache")
+        logger.warning_once(reason + "This cache does what its ordinary cache does")
     return layers, full_attention
 
 

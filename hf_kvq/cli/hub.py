@@ -8,10 +8,14 @@ import functools
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+from ..cache.files import read_facts
 from ..hub import KVQPlan, PlanError
 from ..hub.cards import summary
 from .options import CommandError, Parser
+from .report import describe_widths, format_bytes
 
 
 Command = Callable[[argparse.Namespace], int]
@@ -31,9 +35,13 @@ def add_hub_commands(commands: argparse._SubParsersAction) -> None:
     pull = _add(commands, "pull", "download a plan from the Hub", _pull)
     pull.add_argument("repo", metavar="REPO", help="id of the repository")
     pull.add_argument("folder", metavar="FOLDER", help="where to save it, such as my-model/kvq")
-    show = _add(commands, "show", "say what a plan holds", _show)
-    show.add_argument("plan", metavar="ID_OR_FOLDER", help="a repository of the Hub, or a folder")
-    show.add_argument("--json", action="store_true", help="print the plan's JSON")
+    show = _add(commands, "show", "say what a plan or a cache file holds", _show)
+    show.add_argument(
+        "plan", metavar="ID_OR_FOLDER", help="a repository of the Hub, a folder, or a file that a cache was saved in"
+    )
+    show.add_argument(
+        "--json", action="store_true", help="print JSON: the plan, or what the file says about its cache"
+    )
     for parser in (pull, show):
         parser.add_argument("--subfolder", default="", metavar="PATH", help="where in it, such as kvq/pmkvq-2.25bit")
     for parser in (push, pull, show):
@@ -88,9 +96,31 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 @_one_line
 def _show(arguments: argparse.Namespace) -> int:
+    if Path(arguments.plan).is_file():
+        try:
+            facts, plan = read_facts(arguments.plan)
+        except ValueError as error:
+            raise CommandError(error) from error
+        print(json.dumps(facts, indent=2) if arguments.json else _describe_cache(arguments.plan, facts, plan))
+        return 0
     plan = _load(arguments.plan, arguments)
     print(json.dumps(plan.to_dict(), indent=2, sort_keys=True) if arguments.json else summary(plan))
     return 0
+
+
+def _describe_cache(path: str, facts: dict[str, Any], plan: KVQPlan) -> str:
+    rows, size = facts["batch"], Path(path).stat().st_size
+    lines = [
+        (
+            "cache",
+            f"{plan.method}, {rows} row{'s' if rows > 1 else ''} x {facts['columns']:,} tokens, {facts['dtype']}",
+        ),
+        ("model", str(plan.base_model)),
+        ("bits", describe_widths(facts["layer_bits"])),
+        ("size", f"{format_bytes(size)} in the file, {format_bytes(facts['exact_nbytes'])} in an ordinary cache"),
+        ("made by", f"hf_kvq {plan.hf_kvq_version}"),
+    ]
+    return "\n".join(f"{name:<13}{text}" for name, text in lines)
 
 
 def _load(name: str, arguments: argparse.Namespace) -> KVQPlan:

@@ -35,8 +35,7 @@ class Snapshot:
         """Look at a cache, ours or an ordinary one."""
         tokens = cache.get_seq_length()
         if isinstance(cache, KVQCache):
-            layer = cache.quantized_layers[0]
-            packed = layer.states[0].body(layer.page_tokens)
+            packed = max((layer.states[0].body(layer.page_tokens) for layer in cache.quantized_layers), default=0)
             bits = tuple(cache.layer_bits())
             return cls(tokens, packed, bits, cache.nbytes(), cache.exact_nbytes(), cache.true_bits())
         held = sum(layer_bytes(layer) for layer in cache.layers)
@@ -44,11 +43,8 @@ class Snapshot:
         return cls(tokens, 0, (16,) * len(cache.layers), held, held, 8 * held / max(elements, 1))
 
     def widths(self) -> str:
-        """Such as "12 layers at 8 bits, 18 at 4"."""
-        counts = sorted(Counter(self.bits).items(), reverse=True)
-        (first, count), *others = counts
-        layers = f"{count} layer{'s' if count > 1 else ''} at {first} bits"
-        return ", ".join([layers, *(f"{n} at {bits}" for bits, n in others)])
+        """See `describe_widths`."""
+        return describe_widths(self.bits)
 
     def facts(self) -> list[str]:
         """What there is to say besides the widths, most important first."""
@@ -57,6 +53,13 @@ class Snapshot:
             f"{format_bytes(self.held)} held, ordinary cache {format_bytes(self.ordinary)}",
             f"{self.true_bits:.2f} true bits",
         ]
+
+
+def describe_widths(layer_bits: Sequence[int]) -> str:
+    """Such as "12 layers at 8 bits, 18 at 4"."""
+    (first, count), *others = sorted(Counter(layer_bits).items(), reverse=True)
+    layers = f"{count} layer{'s' if count > 1 else ''} at {first} bits"
+    return ", ".join([layers, *(f"{n} at {bits}" for bits, n in others)])
 
 
 def format_bytes(count: int) -> str:
