@@ -12,20 +12,25 @@ import torch
 import transformers
 from packaging.version import Version
 from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSeq2SeqLM,
     Cache,
     DynamicCache,
     EncoderDecoderCache,
     GenerationConfig,
     GenerationMixin,
+    PretrainedConfig,
     PreTrainedModel,
     masking_utils,
 )
 from transformers.generation import configuration_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
-from transformers.utils import extract_commit_hash
+from transformers.utils import extract_commit_hash, output_capturing
 
 from .cache import KIVICache, KVHandle, KVQCache, MixKVQCache, PMKVQCache
 from .hub import discovery
+from .presets import PRESETS, resolve
 
 
 #: Cache implementations by the name that `generate` knows them under.
@@ -33,10 +38,20 @@ CACHES: dict[str, type[KVQCache]] = {"pmkvq": PMKVQCache, "mixkvq": MixKVQCache,
 
 _OLDEST, _TOO_NEW = "5.17", "6"
 
-# Attention functions that we can stand in for; any other one gets dequantized keys and values.
-_ATTENDED = ("sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-# What those functions are given and we have no answer to; with one of them, they get dequantized keys and values too.
-_UNSUPPORTED = ("position_bias", "softcap", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
+# What attention functions may be given beside queries, keys and values that changes the result.
+_SPECIAL = ("position_bias", "softcap", "s_aux", "sliding_window", "cu_seq_lens_q", "cu_seq_lens_k", "head_mask")
+# Attention functions that we can stand in for, and which special arguments we may be given then: those that we do, and
+# those that the function does not look at. Any other function, or argument, gets dequantized keys and values.
+_FLASH = frozenset({"softcap", "s_aux"})
+_ATTENDED = {
+    "sdpa": frozenset({"sliding_window"}),
+    "flash_attention_2": _FLASH,
+    "flash_attention_3": _FLASH,
+    "flash_attention_4": _FLASH,
+}
+# A model's own `eager` function. Models with capped scores or sinks have nothing faster to ask for on most machines,
+# so we stand in for it there; elsewhere it is what people choose to look inside, and stays itself.
+_EAGER = frozenset({"softcap", "s_aux", "sliding_window"})
 
 _undo: list[Callable[[], None]] = []
 
@@ -55,7 +70,7 @@ def register() -> None:
             f"run: pip install 'transformers>={_OLDEST},<{_TOO_NEW}'"
         )
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, *CACHES))
+    _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, *CACHES, *PRESETS))
     _replace(
         GenerationMixin,
         "_prepare_cache_for_generation",
@@ -67,7 +82,7 @@ def register() -> None:
     _replace(masking_utils, "_preprocess_mask_arguments", _with_padding(masking_utils._preprocess_mask_arguments))
     _replace(AttentionInterface, "get_interface", _with_late_functions(AttentionInterface.get_interface))
     for name, function in list(ALL_ATTENTION_FUNCTIONS._global_mapping.items()):
-        _replace_item(ALL_ATTENTION_FUNCTIONS._global_mapping, name, _with_handles(function, name in _ATTENDED))
+        _replace_item(ALL_ATTENTION_FUNCTIONS._global_mapping, name, _with_handles(function, _ATTENDED.get(name)))
 
 
 def unregister() -> None:
@@ -78,8 +93,20 @@ def unregister() -> None:
 
 def cache_argument(model: torch.nn.Module) -> str:
     """The keyword under which `model.forward` takes a cache; it was renamed within transformers 5."""
+    # Adapters (PEFT) wrap a model, and pass on what they do not know.
+    model = getattr(model, "get_base_model", lambda: model)()
     names = inspect.signature(model.forward).parameters
     return next((name for name in ("cache", "past_key_values", "cache_params") if name in names), "past_key_values")
+
+
+def default_attention(config: PretrainedConfig) -> str | None:
+    """The attention implementation that a model of this config gets; None if transformers has no such model."""
+    kinds = (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSeq2SeqLM)
+    found = [kind._model_mapping[type(config)] for kind in kinds if type(config) in kind._model_mapping]
+    if not found:
+        return None
+    given = getattr(config, "_attn_implementation", None)
+    return given or ("sdpa" if found[0]._supports_sdpa else "eager")
 
 
 def _replace(owner: Any, name: str, value: Any) -> None:
@@ -107,6 +134,9 @@ def _with_our_caches(original: Callable) -> Callable:
     def prepare_cache(self, generation_config, model_kwargs, generation_mode, batch_size, max_cache_length):
         arguments = (generation_config, model_kwargs, generation_mode, batch_size, max_cache_length)
         name, options = _requested(generation_config)
+        if name is not None and generation_config.is_assistant:
+            # A draft model keeps an ordinary cache of its own from round to round, whatever its defaults are.
+            generation_config.cache_implementation = name = None
         if name is None or any(isinstance(value, Cache) for value in model_kwargs.values()):
             return original(self, *arguments)
         options = discovery.options_for(self, name, options)
@@ -148,11 +178,11 @@ def _with_commit(original: Callable) -> Callable:
 
 
 def _requested(generation_config: GenerationConfig) -> tuple[str | None, Any]:
-    """Which of our caches is asked for, by name or as a backend of "quantized", and its options."""
+    """Which of our caches is asked for, by name, by a preset's or as a backend of "quantized", and its options."""
     name, options = generation_config.cache_implementation, generation_config.cache_config
-    if name == "quantized" and isinstance(options, dict) and options.get("backend") in CACHES:
-        return options["backend"], {key: value for key, value in options.items() if key != "backend"}
-    return (name, options) if name in CACHES else (None, None)
+    if name == "quantized" and isinstance(options, dict):
+        name, options = options.get("backend"), {key: value for key, value in options.items() if key != "backend"}
+    return resolve(name, options) if name in CACHES or name in PRESETS else (None, None)
 
 
 def _with_padding(original: Callable) -> Callable:
@@ -175,24 +205,36 @@ def _with_padding(original: Callable) -> Callable:
 
 def _with_late_functions(original: Callable) -> Callable:
     """`AttentionInterface.get_interface` for functions that were registered after us, or by a model for itself."""
-    wrapped = functools.lru_cache(maxsize=None)(lambda function: _with_handles(function, False))
+    wrapped: dict[Callable, Callable] = {}
 
     @functools.wraps(original)
     def get_interface(self, attn_implementation, default):
         function = original(self, attn_implementation, default)
-        return function if function is default or hasattr(function, "reads_handles") else wrapped(function)
+        if hasattr(function, "reads_handles"):
+            return function
+        if function not in wrapped:
+            wrapped[function] = _with_handles(function, None, is_eager=function is default)
+        return wrapped[function]
 
     return get_interface
 
 
-def _with_handles(original: Callable, attended: bool) -> Callable:
-    """An attention function that lets a cache layer attend over its packed codes, if it is handed such a layer."""
+def _with_handles(original: Callable, attended: frozenset[str] | None, is_eager: bool = False) -> Callable:
+    """An attention function that lets a cache layer attend over its packed codes, if it is handed such a layer.
+
+    `attended` has the special arguments under which we may stand in for it; None if never.
+    """
 
     @functools.wraps(original)
     def attention(module, query, key, value, attention_mask, *args, **kwargs):
         handles = [x for x in (key, value) if isinstance(x, KVHandle)]
         if not handles:
             return original(module, query, key, value, attention_mask, *args, **kwargs)
+        return attend(handles, module, query, key, value, attention_mask, *args, **kwargs)
+
+    # Like `KVQCache.update`, nothing that a compiler could make a graph of.
+    @torch.compiler.disable
+    def attend(handles, module, query, key, value, attention_mask, *args, **kwargs):
         layer = handles[0].layer
         try:
             if handles[0].is_current:
@@ -201,29 +243,46 @@ def _with_handles(original: Callable, attended: bool) -> Callable:
             touched = len(handles) < 2 or any(x.dense is not None for x in handles)
             touched = touched or value.layer is not layer or (key.is_value, value.is_value) != (False, True)
             if layer.prompt is not None and not touched:
-                key, value = (x.to(query.dtype) for x in layer.prompt)
+                # Sums over masked scores, as eager attention forms them, must not meet what padding may hold.
+                prompt = (key.dequantize(), value.dequantize()) if is_eager else layer.prompt
+                key, value = (x.to(query.dtype) for x in prompt)
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
-            if touched or not attended or args or not _supported(kwargs):
+            allowed = _eager_allowed(module, kwargs) if is_eager else attended
+            if touched or args or allowed is None or not _supported(kwargs, allowed):
                 key, value = (x.dequantize() if isinstance(x, KVHandle) else x for x in (key, value))
                 return original(module, query, key, value, attention_mask, *args, **kwargs)
             key.check_current()
             # A 2D mask only marks padding, which is not in the cache.
             mask = attention_mask if attention_mask is not None and attention_mask.ndim == 4 else None
-            scaling = kwargs.get("scaling")
-            is_causal = kwargs.get("is_causal")
+            scaling, is_causal = kwargs.get("scaling"), kwargs.get("is_causal")
+            if is_causal is None:
+                is_causal = not is_eager and getattr(module, "is_causal", True)
             out = layer.attend(
                 query,
                 mask,
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
-                getattr(module, "is_causal", True) if is_causal is None else is_causal,
+                is_causal,
+                softcap=kwargs.get("softcap"),
+                sinks=kwargs.get("s_aux"),
             )
             return out.transpose(1, 2).contiguous(), None
         finally:
-            layer.settle()
+            layer.settle_attended()
 
     attention.reads_handles = True
     return attention
 
 
-def _supported(kwargs: dict[str, Any]) -> bool:
-    return not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _UNSUPPORTED)
+def _eager_allowed(module: torch.nn.Module, kwargs: dict[str, Any]) -> frozenset[str] | None:
+    """`attended` of a model's own function, which may also be asked for its weights."""
+    collected = output_capturing._active_collector.get() or {}
+    if kwargs.get("output_attentions") or any("attentions" in name for name in collected):
+        return None
+    sinks = kwargs.get("s_aux")
+    # Without these we have no need; with sinks that it is not told of, no way.
+    has_reason = kwargs.get("softcap") is not None or sinks is not None
+    return _EAGER if has_reason and getattr(module, "sinks", None) is sinks else None
+
+
+def _supported(kwargs: dict[str, Any], allowed: frozenset[str]) -> bool:
+    return not kwargs.get("dropout") and all(kwargs.get(name) is None for name in _SPECIAL if name not in allowed)

@@ -12,22 +12,13 @@ from typing import Any
 os.environ.setdefault("GOMP_SPINCOUNT", "0")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Every worker has a core.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-import transformers  # noqa: E402
-from transformers import (  # noqa: E402
-    AutoModelForCausalLM,
-    Gemma3TextConfig,
-    GPTNeoXConfig,
-    LlamaConfig,
-    MistralConfig,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel  # noqa: E402
 from transformers.utils import logging  # noqa: E402
 
 
@@ -35,7 +26,8 @@ pytest.register_assert_rewrite("simulation")
 
 import hf_kvq.registration  # noqa: E402
 import simulation as simulation_module  # noqa: E402
-from hf_kvq import PMKVQCache, PMKVQConfig, ops  # noqa: E402
+from families import FAMILIES, PAD, VOCAB  # noqa: E402
+from hf_kvq import KVQPlan, PMKVQCache, PMKVQConfig, ops  # noqa: E402
 from hf_kvq.cache import layer as layer_module  # noqa: E402
 from hf_kvq.cache import layout as layout_module  # noqa: E402
 from hf_kvq.registration import cache_argument  # noqa: E402
@@ -46,87 +38,25 @@ from simulation import Rules, Simulation  # noqa: E402
 def the_definition() -> None:
     """Unless a test asks for kernels by name, it is about meaning: attention by its definition, and short pages."""
 
-    def by_definition(query: torch.Tensor, parts: list, scaling: float, kernel: str) -> torch.Tensor:
-        return ops.attend(query, parts, scaling, "torch" if kernel == "auto" else kernel)
+    def by_definition(query: torch.Tensor, parts: list, scaling: float, kernel: str, *more: Any) -> torch.Tensor:
+        return ops.attend(query, parts, scaling, "torch" if kernel == "auto" else kernel, *more)
 
     layer_module.attend = by_definition
     layout_module.PAGE_TOKENS = simulation_module.TOKEN_PAGE
 
 
-VOCAB = 128
-PAD = 0
-_COMMON = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": VOCAB,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.05,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-_GQA = {**_COMMON, "num_key_value_heads": 2, "head_dim": 16}
-CONFIGS = {
-    "llama": lambda: LlamaConfig(**_GQA),
-    "qwen2": lambda: Qwen2Config(**_GQA),
-    "qwen3": lambda: Qwen3Config(**_GQA),
-    "mistral": lambda: MistralConfig(**_GQA, sliding_window=None),
-    "phi3": lambda: Phi3Config(**{k: v for k, v in _GQA.items() if k != "head_dim"}),
-    "gpt_neox": lambda: GPTNeoXConfig(**_COMMON, rotary_pct=0.5),
-    "sliding": lambda: MistralConfig(**_GQA, sliding_window=8),
-    "mixed": lambda: Gemma3TextConfig(
-        **_GQA,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
-        query_pre_attn_scalar=16,
-    ),
-    "gpt2": lambda: transformers.GPT2Config(
-        **{k: v for k, v in _COMMON.items() if k not in ("intermediate_size", "max_position_embeddings")}
-    ),
-    "falcon": lambda: transformers.FalconConfig(**_COMMON, alibi=True, multi_query=False),
-    "diffllama": lambda: transformers.DiffLlamaConfig(**{k: v for k, v in _GQA.items() if k != "head_dim"}),
-    # MLA: its cache holds latents and rotary parts.
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **_COMMON,
-        num_key_value_heads=4,
-        kv_lora_rank=32,
-        q_lora_rank=16,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=16,
-        first_k_dense_replace=3,
-    ),
-    # Attention sinks, and sliding layers.
-    "gpt_oss": lambda: transformers.GptOssConfig(**_GQA, sliding_window=8, num_local_experts=2, num_experts_per_tok=1),
-    # Convolutions between the attention layers.
-    "lfm2": lambda: transformers.Lfm2Config(
-        **{k: v for k, v in _GQA.items() if k != "head_dim"},
-        block_ff_dim=64,
-        layer_types=["conv", "full_attention", "conv"],
-    ),
-    # The last layers attend to K and V of earlier ones.
-    "gemma3n": lambda: transformers.Gemma3nTextConfig(
-        **{**_GQA, "num_hidden_layers": 4},
-        num_kv_shared_layers=2,
-        sliding_window=8,
-        layer_types=["sliding_attention", "full_attention"] * 2,
-        vocab_size_per_layer_input=VOCAB,
-        hidden_size_per_layer_input=16,
-        laurel_rank=8,
-        activation_sparsity_pattern=None,
-    ),
-}
+CONFIGS = {name: family.config for name, family in FAMILIES.items()}
 FULL_ATTENTION = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt_neox")
 
 
 @functools.cache
-def tiny_model(arch: str = "llama", attention: str = "sdpa", dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def tiny_model(
+    arch: str = "llama", attention: str | None = None, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
     """A random model whose attention is not flat: errors in K or V show up in its logits. Shared, so not to change."""
+    family = FAMILIES[arch]
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[arch](), attn_implementation=attention).eval()
+    model = family.auto.from_config(family.config(), attn_implementation=attention or family.attention).eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if re.search(r"(q_proj|k_proj|qkv_proj|query_key_value|c_attn)\.weight", name):
@@ -165,12 +95,13 @@ def forward(
 
 
 def generate(model: PreTrainedModel, new_tokens: int = 24, **kwargs: Any) -> SimpleNamespace:
-    """Greedy `generate`: its sequences, its logits ([batch, steps, vocab]) and its cache."""
+    """Greedy `generate`: its sequences, its logits ([batch, steps, vocab]), its cache, its attention weights."""
     kwargs = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True, **kwargs}
     kwargs = {cache_argument(model) if k == "cache" else k: v for k, v in kwargs.items()}
     out = model.generate(max_new_tokens=new_tokens, **kwargs)
     logits = torch.stack(out.logits, dim=1) if out.logits is not None else None
-    return SimpleNamespace(sequences=out.sequences, logits=logits, cache=out[cache_argument(model)])
+    cache, attentions = out[cache_argument(model)], out.get("attentions")
+    return SimpleNamespace(sequences=out.sequences, logits=logits, cache=cache, attentions=attentions)
 
 
 def kv(rules: Rules, tokens: int, batch: int = 1, seed: int = 0, grid: bool = False) -> list[torch.Tensor]:
@@ -186,7 +117,18 @@ def kv(rules: Rules, tokens: int, batch: int = 1, seed: int = 0, grid: bool = Fa
 
 def cache_of(rules: Rules, layers: int = 1, **options: Any) -> PMKVQCache:
     """An empty cache whose layers all follow these rules."""
-    return PMKVQCache(LlamaConfig(num_hidden_layers=layers), rules.options(**options))
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=rules.heads * rules.key_dim,
+        num_attention_heads=rules.heads,
+        num_key_value_heads=rules.heads,
+        head_dim=rules.key_dim,
+    )
+    options = rules.options(**options)
+    if rules.smooth:
+        scale = torch.from_numpy(simulation_module.key_scale(rules)).expand(layers, -1, -1)
+        options = {"plan": KVQPlan.of(config, PMKVQConfig(**options), tensors={"key_scale": scale})}
+    return PMKVQCache(config, options)
 
 
 def feed(cache: PMKVQCache, data: list[torch.Tensor], cuts: Any = None, simulations: Any = (), valid: Any = None):

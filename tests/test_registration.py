@@ -1,5 +1,6 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,14 +210,15 @@ def test_bad_options_are_one_clear_error(options, error, message):
 
 
 def test_unknown_names_are_refused_as_before():
-    for name in ("pmkvk", "kvq"):
+    for name in ("pmkvk", "mixkv"):
         with pytest.raises(ValueError, match=name):
             generate(tiny_model(), 4, inputs=random_ids(1, 9), cache_implementation=name)
 
 
-def test_a_model_with_nothing_to_quantize_is_refused():
-    with pytest.raises(ValueError, match="nothing to quantize"):
-        generate(tiny_model("sliding"), 4, inputs=random_ids(1, 9), cache_implementation="pmkvq")
+def test_a_model_with_nothing_to_quantize_runs_as_it_does_without():
+    model, ids = tiny_model("sliding"), random_ids(1, 9)
+    outs = [generate(model, 9, inputs=ids, cache_implementation=name) for name in (None, "pmkvq")]
+    assert torch.equal(outs[0].logits, outs[1].logits) and isinstance(outs[1].cache, PMKVQCache)
 
 
 def test_object_and_name_together_are_refused():
@@ -323,17 +325,27 @@ def test_known_attention_reads_packed_codes(monkeypatch):
     assert out.cache.layer_bits() == [4] * 3
 
 
+CAPPED, SINKS = {"softcap": 30.0}, {"s_aux": torch.ones(4)}
+
+
 @pytest.mark.parametrize(
-    "extra", [{"softcap": 30.0}, {"dropout": 0.5}, {"sliding_window": 8}, {"s_aux": torch.ones(4)}]
+    ("name", "extra"),
+    [
+        *(("sdpa", extra) for extra in (CAPPED, SINKS, {"dropout": 0.5}, {"position_bias": torch.ones(1, 4, 1, 38)})),
+        *(("flash_attention_2", extra) for extra in ({"sliding_window": 8}, {"cu_seq_lens_q": torch.ones(2)})),
+        *(("eager", extra) for extra in ({}, CAPPED | {"output_attentions": True}, SINKS)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else ", ".join(x) or "nothing",
 )
-def test_what_we_cannot_do_goes_to_the_original(extra):
+def test_what_we_cannot_do_goes_to_the_original(name, extra):
+    # "eager" is a model's own function: that it was not told of its sinks means that it has none.
     seen = {}
 
     def original(module, query, key, value, attention_mask, **kwargs):
         seen.update(kwargs, key=key, value=value)
         return "out", None
 
-    wrapped = registration._with_handles(original, True)
+    wrapped = registration._with_handles(original, registration._ATTENDED.get(name), is_eager=name == "eager")
     model = tiny_model()
     cache = make_cache(model, fbit=4, max_length=40)
     generate(model, 1, inputs=random_ids(1, 38), cache=cache)
@@ -343,6 +355,32 @@ def test_what_we_cannot_do_goes_to_the_original(extra):
     assert type(seen["key"]) is type(seen["value"]) is torch.Tensor
     assert torch.equal(seen["key"], full[0]) and torch.equal(seen["value"], full[1])
     assert all(seen[key] is value for key, value in extra.items())
+
+
+@pytest.mark.parametrize(
+    ("name", "extra"),
+    [
+        ("sdpa", {"sliding_window": 8}),
+        *(("flash_attention_2", extra) for extra in ({}, CAPPED, SINKS)),
+        *(("eager", extra) for extra in (CAPPED, SINKS | {"sliding_window": 8})),
+    ],
+    ids=lambda x: x if isinstance(x, str) else ", ".join(x) or "nothing",
+)
+def test_what_we_can_do_is_done_over_packed_codes(name, extra):
+    wrapped = registration._with_handles(None, registration._ATTENDED.get(name), is_eager=name == "eager")
+    model, query = tiny_model(), 3 * torch.randn(1, 4, 1, 16, generator=torch.Generator().manual_seed(0))
+    cache = make_cache(model, fbit=4, max_length=40)
+    generate(model, 1, inputs=random_ids(1, 38), cache=cache)
+    handles = cache.update(torch.ones(1, 2, 1, 16), torch.ones(1, 2, 1, 16), 0)
+    keys, values = (x.double().repeat_interleave(2, dim=1) for x in cache.dequantize(0))
+    scores = query.double() @ keys.transpose(2, 3) * 0.9
+    if "softcap" in extra:
+        scores = 30 * torch.tanh(scores / 30)
+    if "s_aux" in extra:
+        scores = torch.cat([scores, extra["s_aux"].double().view(1, 4, 1, 1)], dim=-1)
+    wanted = (scores.softmax(-1)[..., :39] @ values).transpose(1, 2).float()
+    module = SimpleNamespace(sinks=extra["s_aux"]) if "s_aux" in extra else None
+    torch.testing.assert_close(wrapped(module, query, *handles, None, scaling=0.9, **extra)[0], wanted)
 
 
 def test_keys_or_values_that_a_model_changed_are_used():

@@ -40,6 +40,8 @@ class KVQLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
     is_croppable = True
+    #: Whether later layers of the model attend to what this one holds, too.
+    is_shared = False
 
     def __init__(self, padding: Padding, kernel: str, sink_tokens: int, window: int, initial_bits: int):
         self.padding, self.kernel = padding, kernel
@@ -123,6 +125,11 @@ class KVQLayer(CacheLayerMixin):
         if all(handle() is None for handle in self._handles):
             self.settle()
 
+    def settle_attended(self) -> None:
+        """Store the pending tokens, as attention is done; those of a shared layer are to stay exact for the others."""
+        if not self.is_shared:
+            self.settle()
+
     def settle(self) -> None:
         """Store the pending tokens."""
         if self._pending is None:
@@ -170,7 +177,13 @@ class KVQLayer(CacheLayerMixin):
         return self._pending if self._pending_start == 0 else None
 
     def attend(
-        self, query: torch.Tensor, mask: torch.Tensor | None, scaling: float, is_causal: bool = True
+        self,
+        query: torch.Tensor,
+        mask: torch.Tensor | None,
+        scaling: float,
+        is_causal: bool = True,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attention of `query` over everything cached, without dequantizing the history at once.
 
@@ -179,6 +192,7 @@ class KVQLayer(CacheLayerMixin):
             mask: broadcasts against [batch, query heads, queries, columns]; bool (true = visible), additive, or None.
             scaling: factor on the scores.
             is_causal: without a mask, queries do not see the columns after their own.
+            softcap, sinks: see `hf_kvq.ops.naive.attend`.
 
         Returns:
             [batch, query heads, queries, head_dim] in the query's dtype.
@@ -187,7 +201,7 @@ class KVQLayer(CacheLayerMixin):
         for rows in self._runs():
             row_mask = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
             parts = self._parts(rows, query.shape[2], row_mask, is_causal)
-            results.append(attend(query[rows], parts, scaling, self.kernel))
+            results.append(attend(query[rows], parts, scaling, self.kernel, softcap, sinks))
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _parts(self, rows: slice, queries: int, mask: torch.Tensor | None, is_causal: bool) -> list[Part]:
@@ -244,7 +258,8 @@ class KVQLayer(CacheLayerMixin):
             if state.pages:
                 part = self._packed_part(rows, state, None)
                 packed = torch.cat([block[2 + value] for block in part.blocks(_DEQUANTIZED_AT_ONCE)], dim=2)
-                pieces.insert(1, (part.restore(packed) if value else packed).to(out.dtype))
+                codec, bits = (part.values, part.bits[1]) if value else (part.keys, part.bits[0])
+                pieces.insert(1, codec.restore(packed, bits).to(out.dtype))
             out[rows, :, self.padding.tokens(rows.start, 0, self.columns)] = torch.cat(pieces, dim=2)
         return out
 
