@@ -1,12 +1,12 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""Does it matter which layers get the bits? Calibrated final widths against simple ones, at equal true bytes.
+"""Does calibration pay? Calibrated final widths and key smoothing against simple choices, at equal true bytes.
 
     python scripts/calibrate_fbits.py
 
-SmolLM2 is calibrated on the first four fifths of the bundled text; the caches are compared on the rest, a chunk of
-tokens at a time, and KL is against an ordinary cache fed in the same way. Keys and values are rounded to bfloat16 in
-every cache, all else is float32. "fixed" caches have their final widths from the first page on, so that the text is
-read through them; "progressive" ones reach them at the end.
+SmolLM2 is calibrated on samples of 2,048 tokens from the first four fifths of the bundled text; caches are compared
+on the rest, at every length in one run, a chunk of tokens at a time, and KL is against an ordinary cache fed in the
+same way. Keys and values are rounded to bfloat16 in every cache, all else is float32. "fixed" caches have their final
+widths from the first page on, so that the text is read through them; "progressive" ones reach them at the end.
 """
 
 from __future__ import annotations
@@ -17,55 +17,127 @@ import math
 import resource
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
-from compare_methods import RoundedDynamicCache, build
 from tables import print_table, write_csv
+from transformers import PreTrainedModel
 
-from hf_kvq import PMKVQCache, PMKVQConfig
+from hf_kvq import KVQPlan, PMKVQConfig
 from hf_kvq.bundled import bundled_text, load_model
-from hf_kvq.calibration import Sensitivity, fbits_for_budget, fingerprint, layer_costs, sensitivity, token_blocks
+from hf_kvq.calibration import (
+    Sensitivity,
+    fbits_for_budget,
+    layer_costs,
+    measured_sensitivity,
+    sensitivity,
+    smooth,
+    token_blocks,
+)
 from hf_kvq.evaluation import Fidelity, compare_fidelity
+from hf_kvq.evaluation.methods import Method, exact_cache
 
 
-#: Schedules by their initial width, and what is compared under each.
-SCHEDULES = {
-    "fixed": (2, ("uniform", "boundary layers", "first layers", "evenly spread", "least sensitive", "calibrated")),
-    "progressive": (16, ("uniform", "boundary layers", "calibrated")),
-}
+#: Schedules by their initial width.
+SCHEDULES = {"fixed": 2, "progressive": 16}
+WIDTHS = (8, 4, 2)
+#: Those that single layers are tried at.
+MEASURED_WIDTHS = (4, 2)
 
 
-def simple_fbits(layers: int, wide: int, how: str, ranking: list[int]) -> tuple[int, ...]:
-    """`wide` layers at 4 bits and the others at 2. `ranking` has the layers, the most sensitive one first."""
-    outside_in = sorted(range(layers), key=lambda i: min(i, layers - 1 - i))
+class Run(NamedTuple):
+    """A cache to compare: what its bytes are those of, how its widths were chosen, and its options."""
+
+    budget: str
+    how: str
+    options: dict
+    schedule: str = "fixed"
+
+
+def simple_fbits(layers: int, wide: int, how: str) -> tuple[int, ...]:
+    """`wide` layers at 4 bits and the others at 2."""
     chosen = {
-        "boundary layers": outside_in[:wide],
+        "boundary layers": sorted(range(layers), key=lambda i: min(i, layers - 1 - i))[:wide],
         "first layers": range(wide),
         "evenly spread": [i * layers // wide for i in range(wide)],
-        "least sensitive": ranking[-wide:],
     }[how]
     return tuple(4 if i in chosen else 2 for i in range(layers))
 
 
-def allocations(found: Sensitivity, length: int) -> list[tuple[str, str, tuple[int, ...]]]:
-    """(budget, how, final widths) of everything that is compared; within a budget, all take the same bytes."""
-    layers = len(found.layers)
-    costs = dict(zip((8, 4, 2), zip(*layer_costs(found.shapes, length, (8, 4, 2)))))
-    ranking = found.total[:, -1].argsort(descending=True).tolist()
-    runs = [("all at 2", "uniform", (2,) * layers)]
+def allocations(found: dict[str, Sensitivity], length: int) -> list[Run]:
+    """All choices of widths; within a budget, all take the same bytes or less."""
+    first = next(iter(found.values()))
+    layers = len(first.layers)
+    costs = dict(zip(WIDTHS, zip(*layer_costs(first.shapes, length, WIDTHS))))
+
+    def calibrated(budget: str, size: int) -> list[Run]:
+        return [
+            Run(budget, f"calibrated, {name}", {"fbit": fbits_for_budget(sensitivities, length, size).fbit})
+            for name, sensitivities in found.items()
+        ]
+
+    runs = [Run("all at 2", "uniform", {"fbit": (2,) * layers})]
     for wide in (layers // 4, layers // 2):
-        name = f"{wide} of {layers} at 4"
-        for how in ("boundary layers", "first layers", "evenly spread", "least sensitive"):
-            runs.append((name, how, simple_fbits(layers, wide, how, ranking)))
-        budget = sum(costs[bits][0] for bits in runs[-1][2])
-        runs.append((name, "calibrated", fbits_for_budget(found, length, budget).fbit))
-    boundary = PMKVQConfig(fbit=2, boundary_layers=2).layer_fbits(layers)
-    runs.append(("4 boundary layers at 8", "boundary layers", boundary))
-    budget = sum(costs[bits][0] for bits in boundary)
-    runs.append(("4 boundary layers at 8", "calibrated", fbits_for_budget(found, length, budget).fbit))
-    runs.append(("all at 4", "uniform", (4,) * layers))
-    runs.append(("all at 4", "calibrated", fbits_for_budget(found, length, sum(costs[4])).fbit))
-    return runs
+        budget = f"{wide} of {layers} at 4"
+        for how in ("boundary layers", "first layers", "evenly spread"):
+            runs.append(Run(budget, how, {"fbit": simple_fbits(layers, wide, how)}))
+        runs += calibrated(budget, sum(costs[bits][0] for bits in runs[-1].options["fbit"]))
+    runs.append(Run("all at 4", "uniform", {"fbit": (4,) * layers}))
+    runs += calibrated("all at 4", sum(costs[4]))
+    progressive = [run for run in runs if run.how not in ("first layers", "boundary layers")]
+    return runs + [run._replace(schedule="progressive") for run in progressive]
+
+
+def smoothings(model: PreTrainedModel, samples: torch.Tensor) -> tuple[list[Run], list[dict]]:
+    """Per-token keys without λ, with it, and with it from stretched positions; and a table of the layers."""
+    runs, rows = [], []
+    for bits in (4, 2):
+        budget, config = f"per-token keys at {bits}", PMKVQConfig(fbit=bits, key_codec="token")
+        runs.append(Run(budget, "not smoothed", {"fbit": bits, "key_codec": "token"}))
+        for stretch in (1, 4):
+            found = smooth(model, samples, config, stretch=stretch)
+            plan = KVQPlan.of(
+                model, dataclasses.replace(config, transform="lambda"), tensors={"key_scale": found.key_scale}
+            )
+            runs.append(Run(budget, f"smoothed, s = {stretch}", {"plan": plan}))
+            for i, layer in enumerate(found.layers):
+                row = {"layer": layer, "bits": bits, "stretch": stretch, "alpha": found.alphas[i]}
+                row |= {"error": f"{found.plain_error[i]:.4g}", "error, smoothed": f"{found.error[i]:.4g}"}
+                rows.append(row)
+    return runs, rows
+
+
+def compare(model: PreTrainedModel, ids: torch.Tensor, runs: list[Run], length: int, chunk: int) -> list[dict]:
+    """All caches on as many texts of `length` tokens as fit into `ids`, 2 at most."""
+    texts = [ids[:, i : i + length] for i in range(0, min(2 * length, ids.shape[1] - length + 1), length)]
+    measured: dict[int, list[Fidelity]] = {}
+    for number, text in enumerate(texts, 1):
+        caches = {
+            i: Method("pmkvq", {**run.options, "initial_bits": SCHEDULES[run.schedule]}).build(model, length)
+            for i, run in enumerate(runs)
+        }
+        desc = f"{length} tokens, text {number} of {len(texts)}"
+        for i, fidelity in compare_fidelity(model, text, caches, chunk, desc, exact_cache(model)).items():
+            measured.setdefault(i, []).append(fidelity)
+    rows = []
+    for i, run in enumerate(runs):
+        fidelity, cache = mean(measured[i]), caches[i]
+        rows.append(
+            {
+                "tokens": length,
+                "schedule": run.schedule,
+                "bytes of": run.budget,
+                "widths": run.how,
+                "bytes": cache.nbytes(),
+                "true bits": round(cache.true_bits(), 2),
+                "perplexity": round(fidelity.perplexity, 2),
+                "KL": float(f"{fidelity.kl:.3g}"),
+                "KL per text": " ".join(f"{value.kl:.3g}" for value in measured[i]),
+                "top-1": round(fidelity.top1, 3),
+                "fbit": " ".join(map(str, run.options["fbit"])) if isinstance(run.options.get("fbit"), tuple) else "",
+            }
+        )
+    return rows
 
 
 def mean(found: list[Fidelity]) -> Fidelity:
@@ -76,29 +148,30 @@ def mean(found: list[Fidelity]) -> Fidelity:
     return Fidelity(math.exp(nll), kl, top1, sum(f.tokens for f in found))
 
 
-def plot(found: Sensitivity, runs: list[tuple[str, str, tuple[int, ...]]], path: Path) -> None:
+def plot(found: dict[str, Sensitivity], runs: list[Run], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.colors import ListedColormap
 
-    chosen = [(budget, fbits) for budget, how, fbits in runs if how == "calibrated"]
+    chosen = [run for run in runs if run.how.startswith("calibrated") and run.schedule == "fixed"]
     figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(9, 6), sharex=True, height_ratios=(3, 1.3), layout="constrained"
+        2, 1, figsize=(9, 6.4), sharex=True, height_ratios=(3, 1.6), layout="constrained"
     )
-    for j, bits in enumerate(found.widths):
-        for side, style in (("keys", "-"), ("values", "--")):
-            top.plot(found.layers, getattr(found, side)[:, j], style, color=f"C{j}", label=f"{side} at {bits} bits")
-    top.set(yscale="log", ylabel="‖G ∘ (X − Q(X))‖₁, nats", title="SmolLM2-135M-Instruct: sensitivity per layer")
-    top.legend(fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 0.42))
+    for (name, values), style in zip(found.items(), ("-", "--")):
+        for j, bits in enumerate(values.widths):
+            top.plot(values.layers, values.total[:, j], style, color=f"C{j}", label=f"{name}, {bits} bits")
+    top.set(yscale="log", ylabel="nats per token", title="SmolLM2-135M-Instruct: sensitivity per layer")
+    top.legend(fontsize=8, ncols=2)
     top.grid(alpha=0.3, which="both")
-    rows = [[int(math.log2(bits)) for bits in fbits] for _, fbits in chosen]
+    rows = [[int(math.log2(bits)) for bits in run.options["fbit"]] for run in chosen]
     image = bottom.imshow(
         rows, aspect="auto", vmin=0.5, vmax=4.5, cmap=ListedColormap(["#dbe9f6", "#89bedc", "#2b7bba", "#08306b"])
     )
-    bottom.set_yticks(range(len(chosen)), [f"bytes of {budget}" for budget, _ in chosen], fontsize=8)
-    bottom.set(xlabel="layer", title="calibrated final widths")
+    labels = [f"{run.budget}, {run.how.removeprefix('calibrated, ')}" for run in chosen]
+    bottom.set_yticks(range(len(chosen)), labels, fontsize=8)
+    bottom.set(xlabel="layer", title="calibrated final widths, by the bytes they take")
     colors = figure.colorbar(image, ax=bottom, ticks=[1, 2, 3, 4])
     colors.set_ticklabels(["2", "4", "8", "16"])
     figure.savefig(path, dpi=130)
@@ -106,10 +179,11 @@ def plot(found: Sensitivity, runs: list[tuple[str, str, tuple[int, ...]]], path:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--samples", type=int, default=8, help="calibration samples")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a sample and of a text to compare on")
-    parser.add_argument("--texts", type=int, default=2, help="texts to compare on")
+    parser.add_argument("--samples", type=int, default=8, help="calibration samples for gradients")
+    parser.add_argument("--measured-samples", type=int, default=1, help="those that single layers are tried on")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of the texts")
     parser.add_argument("--chunk", type=int, default=128, help="tokens per forward")
+    parser.add_argument("--checkpoint", type=Path, help="folder of finished samples, to go on from")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()
@@ -117,73 +191,42 @@ def main() -> None:
     model, tokenizer = load_model("bundled", dtype=torch.float32)
     text = bundled_text()
     split = len(text) * 4 // 5
-    samples = token_blocks(text[:split], tokenizer, args.samples, args.length)
+    samples = token_blocks(text[:split], tokenizer, args.samples, 2048)
     ids = tokenizer(text[split:], return_tensors="pt").input_ids
 
-    start = time.perf_counter()
-    found = sensitivity(model, samples)
-    seconds = (time.perf_counter() - start) / len(samples)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    print(
-        f"{len(samples)} samples {fingerprint(samples)[:12]}: {seconds:.1f} s each, peak of the process {peak:.0f} MiB"
-    )
-    # Caches hold bfloat16, whatever the model's dtype, see `build`.
-    shapes = tuple(dataclasses.replace(shape, dtype=torch.bfloat16) for shape in found.shapes)
-    found = dataclasses.replace(found, shapes=shapes)
-    start = time.perf_counter()
-    runs = allocations(found, args.length)
-    print(f"allocations: {time.perf_counter() - start:.2f} s")
+    found = {}
+    for name, measure, widths, count in (
+        ("gradient", sensitivity, WIDTHS, args.samples),
+        ("measured", measured_sensitivity, MEASURED_WIDTHS, args.measured_samples),
+    ):
+        start, kept = time.perf_counter(), args.checkpoint and args.checkpoint / name
+        result = measure(model, samples[:count], None, widths, desc=name, checkpoint=kept)
+        seconds = (time.perf_counter() - start) / count
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        print(f"{name}: {seconds:.1f} s per sample, peak of the process so far {peak:.0f} MiB")
+        # Caches hold bfloat16, whatever the model's dtype, see `Method.build`.
+        shapes = tuple(dataclasses.replace(shape, dtype=torch.bfloat16) for shape in result.shapes)
+        found[name] = dataclasses.replace(result, shapes=shapes)
+    smoothed, by_bits = smoothings(model, samples[:2])
+    write_csv(args.out / "smoothing.csv", by_bits)
+    first = next(iter(found.values()))
     by_layer = [
-        {
-            "layer": layer,
-            **{
-                f"{side} at {bits}": f"{getattr(found, side)[i, j]:.4g}"
-                for side in ("keys", "values")
-                for j, bits in enumerate(found.widths)
-            },
+        {"layer": layer}
+        | {
+            f"{name} at {bits}": f"{values.total[i, j]:.4g}"
+            for name, values in found.items()
+            for j, bits in enumerate(values.widths)
         }
-        for i, layer in enumerate(found.layers)
+        for i, layer in enumerate(first.layers)
     ]
     write_csv(args.out / "sensitivity.csv", by_layer)
-    plot(found, runs, args.out / "calibration.png")
-
-    compared = [
-        (schedule, initial_bits, *run)
-        for schedule, (initial_bits, ways) in SCHEDULES.items()
-        for run in runs
-        if run[1] in ways
-    ]
-    measured: dict[tuple[str, tuple[int, ...]], list[Fidelity]] = {}
-    for i in range(args.texts):
-        part = ids[:, i * args.length : (i + 1) * args.length]
-        caches = {
-            (schedule, fbits): build(PMKVQCache, model, {"fbit": fbits, "initial_bits": initial_bits}, args.length)
-            for schedule, initial_bits, _, _, fbits in compared
-        }
-        exact = RoundedDynamicCache(config=model.config)
-        fidelity = compare_fidelity(model, part, caches, args.chunk, f"text {i + 1} of {args.texts}", exact)
-        for key, value in fidelity.items():
-            measured.setdefault(key, []).append(value)
-    rows = []
-    for schedule, _, budget, how, fbits in compared:
-        values, cache = measured[schedule, fbits], caches[schedule, fbits]
-        fidelity = mean(values)
-        rows.append(
-            {
-                "schedule": schedule,
-                "bytes of": budget,
-                "widths": how,
-                "bytes": cache.nbytes(),
-                "true bits": round(cache.true_bits(), 2),
-                "perplexity": round(fidelity.perplexity, 2),
-                "KL": float(f"{fidelity.kl:.3g}"),
-                "KL per text": " ".join(f"{value.kl:.3g}" for value in values),
-                "top-1": round(fidelity.top1, 3),
-                "fbit": " ".join(map(str, fbits)),
-            }
-        )
-    write_csv(args.out / f"calibration_{args.length}.csv", rows)
-    print_table(rows, "fbit")
+    for length in args.lengths:
+        runs = allocations(found, length)
+        if length == args.lengths[0]:
+            plot(found, runs, args.out / "calibration.png")
+        rows = compare(model, ids, runs + smoothed, length, args.chunk)
+        write_csv(args.out / f"calibration_{length}.csv", rows)
+        print_table(rows, "fbit")
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from hf_kvq.evaluation.report import markdown
 
 
 def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -21,12 +23,6 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 def read_csv(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def markdown(head: Sequence[str], *lines: Iterable[Any]) -> str:
-    """A table of lines of cells."""
-    rows = ["| " + " | ".join(map(str, line)) + " |" for line in (head, *lines)]
-    return "\n".join([rows[0], "|" + "---|" * len(head), *rows[1:]])
 
 
 def print_table(rows: Sequence[dict[str, Any]], *without: str) -> None:

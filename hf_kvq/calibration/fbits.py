@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,11 +15,15 @@ from ..codecs import WIDTHS
 from ..config import PMKVQConfig
 from .allocation import allocate, layer_costs, parse_budget, require_cvxpy, require_feasible
 from .data import load_texts, token_blocks
+from .measured import measured_sensitivity
 from .sensitivity import Sensitivity, cached_shapes, sensitivity
 
 
-#: Samples and tokens per sample of an unguided calibration.
-DEFAULT_SAMPLES, DEFAULT_LENGTH = 16, 2048
+#: Ways to find out how much a layer suffers from a width.
+MEASURES = {"kl": measured_sensitivity, "gradient": sensitivity}
+
+#: Samples by measure, and tokens per sample, of an unguided calibration.
+DEFAULT_SAMPLES, DEFAULT_LENGTH = {"kl": 2, "gradient": 16}, 2048
 
 
 def calibrate_fbits(
@@ -27,6 +32,8 @@ def calibrate_fbits(
     budget: int | str,
     samples: torch.Tensor | Sequence[torch.Tensor] | None = None,
     config: PMKVQConfig | dict[str, Any] | None = None,
+    measure: str = "kl",
+    checkpoint: str | os.PathLike | None = None,
 ) -> PMKVQConfig:
     """Options of a `PMKVQCache` whose final widths, layer by layer, are the best that a budget buys.
 
@@ -34,8 +41,10 @@ def calibrate_fbits(
         model: a causal language model.
         max_length: tokens per request that the budget is for.
         budget: bytes per request for all quantized layers together, or text: "512MiB", "2.25bits"; see `parse_budget`.
-        samples: token ids, [samples, tokens]; the default is 16 blocks of the bundled text.
+        samples: token ids, [samples, tokens]; the default is 2 blocks of the bundled text, or 16 for "gradient".
         config: the cache's other options.
+        measure: "kl", see `measured_sensitivity`, or "gradient", see `sensitivity`: to first order, as in the paper.
+        checkpoint: folder of finished samples, from which an interrupted call goes on; see `over_samples`.
 
     Returns:
         `config` with one `fbit` per quantized layer, and with `max_length`. A cache made with it holds, filled, the
@@ -45,6 +54,7 @@ def calibrate_fbits(
         ImportError: cvxpy is not installed.
         ValueError: the budget is too small (the message names the smallest feasible one), `config` has options that
             speak about widths or bytes themselves, or the model cannot be calibrated.
+        MemoryError: a sample is too long.
 
     Example:
 
@@ -54,17 +64,20 @@ def calibrate_fbits(
     ```
     """
     config = dataclasses.replace(PMKVQConfig.of(config), max_length=max_length)
-    for name in ("budget_bytes", "boundary_layers"):
+    for name in ("budget_bytes", "boundary_layers", "value_fbit"):
         if getattr(config, name):
             raise ValueError(f"{name} would overrule the calibrated widths; leave it out of config")
+    if measure not in MEASURES:
+        raise ValueError(f"measure must be {' or '.join(map(repr, MEASURES))}; got {measure!r}")
     # Better now than after the long part.
     require_cvxpy()
     shapes = cached_shapes(model)
     require_feasible(layer_costs(shapes, max_length, WIDTHS, config), parse_budget(budget, shapes, max_length))
     if samples is None:
         tokenizer = AutoTokenizer.from_pretrained(model.name_or_path)
-        samples = token_blocks(load_texts(), tokenizer, DEFAULT_SAMPLES, DEFAULT_LENGTH)
-    return fbits_for_budget(sensitivity(model, samples, config), max_length, budget, config)
+        samples = token_blocks(load_texts(), tokenizer, DEFAULT_SAMPLES[measure], DEFAULT_LENGTH)
+    found = MEASURES[measure](model, samples, config, checkpoint=checkpoint)
+    return fbits_for_budget(found, max_length, budget, config)
 
 
 def fbits_for_budget(

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ..cache.base import stock_layers
@@ -18,34 +18,37 @@ from ..cache.layout import LayerLayout, LayerShape
 from ..codecs import BlockCodec
 from ..config import PMKVQConfig
 from ..registration import cache_argument
+from .samples import model_facts, over_samples
 
+
+# Options of a cache that do not matter to the errors of one width.
+_OTHER_OPTIONS = {
+    *("fbit", "value_fbit", "initial_bits", "max_length", "budget_bytes", "boundary_layers", "on_overflow", "kernel")
+}
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
 class Sensitivity:
-    """s_{i,b} = ||G_i * (X_i - Q_b(X_i))||_1 for layers i and widths b, averaged over samples.
+    """s_{i,b}: what layer i at width b costs, averaged over samples; see `sensitivity` and `measured_sensitivity`.
 
     Args:
         layers: indices of the quantized layers in the model.
         shapes: what each of them caches.
         widths: the widths b.
-        keys, values: float64 [layers, widths], in nats; X are the layer's keys after RoPE, or its values.
+        total: keys and values together, float64 [layers, widths], in nats.
         samples: number of samples.
+        keys, values: their shares of `total`, where they are known.
     """
 
     layers: tuple[int, ...]
     shapes: tuple[LayerShape, ...]
     widths: tuple[int, ...]
-    keys: torch.Tensor
-    values: torch.Tensor
+    total: torch.Tensor
     samples: int
-
-    @property
-    def total(self) -> torch.Tensor:
-        """Keys and values together, float64 [layers, widths]."""
-        return self.keys + self.values
+    keys: torch.Tensor | None = None
+    values: torch.Tensor | None = None
 
 
 class GradientCache(DynamicCache):
@@ -65,12 +68,14 @@ def sensitivity(
     config: PMKVQConfig | dict[str, Any] | None = None,
     widths: Sequence[int] = (8, 4, 2),
     desc: str | None = "sensitivity",
+    checkpoint: str | os.PathLike | None = None,
 ) -> Sensitivity:
-    """Sensitivity of every quantized layer to every width, with one sample in memory at a time.
+    """Sensitivity of every quantized layer to every width, to first order, with one sample in memory at a time.
 
-    G is the gradient of the mean next-token cross entropy with respect to X. Q_b is the codec of `PMKVQCache`, applied
-    to just those tokens that the cache holds packed after the sample: neither the sinks, nor the window, nor an
-    incomplete page. The model is left as it was.
+    s_{i,b} = ||G_i * (X_i - Q_b(X_i))||_1, for X the layer's keys after RoPE and for its values. G is the gradient of
+    the mean next-token cross entropy with respect to X. Q_b is the codec of `PMKVQCache`, applied to just those tokens
+    that the cache holds packed after the sample: neither the sinks, nor the window, nor an incomplete page. The model
+    is left as it was.
 
     Args:
         model: a causal language model, on one device or several. Its parameters need no gradients.
@@ -78,27 +83,42 @@ def sensitivity(
         config: codec (`group_size`, `key_codec`, `transform`) and exact regions (`sink_tokens`, `window`).
         widths: the widths b, all below 16.
         desc: label of the progress bar; None for no bar.
+        checkpoint: folder of finished samples, from which an interrupted call goes on; see `over_samples`.
 
     Raises:
         ValueError: a width or a sample is impossible, a sample is too short to fill a page, or no gradient reaches
             some layer's keys and values through the cache.
+        MemoryError: a sample is too long.
     """
     config, widths = PMKVQConfig.of(config), tuple(widths)
+    check_request(samples, widths)
+
+    def measure(ids: torch.Tensor) -> torch.Tensor:
+        layers = kv_gradients(model, ids)
+        return torch.stack([_errors(*pairs, config, widths) for pairs in layers.values()])
+
+    facts = measurement_facts("gradient", model, config, widths)
+    with frozen(model):
+        found = over_samples(measure, samples, facts, checkpoint, desc)
+    keys, values = found.mean(0).unbind(1)
+    layers = stock_layers(model.config.get_text_config(decoder=True))[1]
+    return Sensitivity(tuple(layers), cached_shapes(model), widths, keys + values, len(samples), keys, values)
+
+
+def check_request(samples: torch.Tensor | Sequence[torch.Tensor], widths: Sequence[int]) -> None:
+    """Raise `ValueError` unless there is something to measure."""
     if not widths or not set(widths) <= {8, 4, 2}:
-        raise ValueError(f"widths must be some of 8, 4 and 2; got {widths}")
+        raise ValueError(f"widths must be some of 8, 4 and 2; got {tuple(widths)}")
     if not len(samples):
         raise ValueError("there are no samples to measure the sensitivity on")
-    total: torch.Tensor | float = 0.0
-    with frozen(model):
-        for ids in tqdm(samples, desc=desc, disable=desc is None, unit="sample"):
-            layers = kv_gradients(model, ids)
-            total = total + torch.stack([_errors(*pairs, config, widths) for pairs in layers.values()])
-            shapes = tuple(_shape(*tensors) for tensors, _ in layers.values())
-            indices = tuple(layers)
-            # The next sample's graph is not to stand beside these tensors.
-            del layers
-    keys, values = (total / len(samples)).unbind(1)
-    return Sensitivity(indices, shapes, widths, keys, values, len(samples))
+
+
+def measurement_facts(
+    measure: str, model: PreTrainedModel, config: PMKVQConfig, widths: Sequence[int]
+) -> dict[str, Any]:
+    """What the sensitivity on a sample depends on, for a checkpoint."""
+    options = {name: value for name, value in config.to_dict().items() if name not in _OTHER_OPTIONS}
+    return {**model_facts(model), "measure": measure, "widths": list(widths), "options": options}
 
 
 def kv_gradients(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, tuple[Pair, Pair]]:
@@ -179,17 +199,22 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
             parameter.requires_grad_(need)
 
 
-def _errors(tensors: Pair, grads: Pair, config: PMKVQConfig, widths: tuple[int, ...]) -> torch.Tensor:
-    """||G * (X - Q_b(X))||_1 of one layer, float64 [2, widths]: keys, values."""
-    layout = LayerLayout.of(config, _shape(*tensors), tensors[0].device.type)
-    length = tensors[0].shape[2]
+def packed_tokens(layout: LayerLayout, length: int) -> slice:
+    """Those of `length` tokens that a cache holds packed; `ValueError` if there are none."""
     sink, pages, _ = layout.split(length)
     if not pages:
         least = layout.sink_tokens + layout.window + layout.page_tokens
         raise ValueError(
             f"a sample of {length} tokens fills no page of the cache; with this sink, window and page it takes {least}"
         )
-    body = slice(sink, sink + pages * layout.page_tokens)
+    return slice(sink, sink + pages * layout.page_tokens)
+
+
+def _errors(tensors: Pair, grads: Pair, config: PMKVQConfig, widths: tuple[int, ...]) -> torch.Tensor:
+    """||G * (X - Q_b(X))||_1 of one layer, float64 [2, widths]: keys, values."""
+    layout = LayerLayout.of(config, _shape(*tensors), tensors[0].device.type)
+    length = tensors[0].shape[2]
+    body = packed_tokens(layout, length)
     norms = [
         (quantization_error(codec, x[:, :, body], bits) * grad[:, :, body].float()).abs().sum(dtype=torch.float64)
         for codec, x, grad in zip((layout.keys, layout.values), tensors, grads)

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""`hf-kvq`: watch a quantized cache at work, see what a model's cache costs, calibrate it, and share plans."""
+"""`hf-kvq`: watch a quantized cache at work, see what it costs, calibrate it, compare it, and share plans."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 
+from ..presets import PRESETS
 from ..registration import CACHES
 from ..version import __version__
 from .calibrate import add_calibrate_command
+from .doctor import add_doctor_command
+from .evaluate import add_eval_command
 from .generate import generate
 from .hub import add_hub_commands
 from .inspect import inspect
@@ -54,7 +57,9 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(metavar="COMMAND")
     _add_generate(commands)
     _add_inspect(commands)
+    add_doctor_command(commands, _DTYPES, _MODEL)
     add_calibrate_command(commands, _DTYPES, _MODEL)
+    add_eval_command(commands, _DTYPES, _MODEL)
     add_hub_commands(commands)
     return parser
 
@@ -77,7 +82,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-new-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
     parser.add_argument(
         "--cache-implementation",
-        choices=(*CACHES, "dynamic"),
+        choices=(*CACHES, *PRESETS, "dynamic"),
         default="pmkvq",
         help="'dynamic' is the ordinary cache (default: pmkvq)",
     )

@@ -69,7 +69,7 @@ def test_too_small_a_budget_names_the_smallest(measured):
 
 
 def test_impossible_budgets_fail_before_anything_is_measured(monkeypatch):
-    monkeypatch.setattr(fbits_module, "sensitivity", lambda *args: pytest.fail("measured in vain"))
+    monkeypatch.setitem(fbits_module.MEASURES, "kl", lambda *a, **k: pytest.fail("measured in vain"))
     for length, budget, message in (
         (LENGTH, 1000, "smallest feasible one is"),
         (LENGTH, "14 bytes", "'512MiB'"),
@@ -80,7 +80,7 @@ def test_impossible_budgets_fail_before_anything_is_measured(monkeypatch):
 
 
 def test_from_model_to_config(measured):
-    config = calibrate_fbits(tiny_model(), LENGTH, "14bits", SAMPLES, OPTIONS)
+    config = calibrate_fbits(tiny_model(), LENGTH, "14bits", SAMPLES, OPTIONS, measure="gradient")
     assert config == fbits_for_budget(measured, LENGTH, "14bits", PMKVQConfig(**OPTIONS))
     assert PMKVQConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     out = generate(tiny_model(), 8, input_ids=SAMPLES[:1], cache_implementation="pmkvq", cache_config=config.to_dict())
@@ -94,11 +94,13 @@ def test_default_samples_are_the_bundled_text(monkeypatch):
     monkeypatch.setattr(fbits_module, "token_blocks", lambda *args: asked.append(args) or SAMPLES)
     model = tiny_model()
     config = calibrate_fbits(model, LENGTH, "14bits", config=OPTIONS)
-    assert asked == [(["essays"], f"tokenizer of {model.name_or_path}", 16, 2048)]
+    assert asked == [(["essays"], f"tokenizer of {model.name_or_path}", 2, 2048)]
     assert config == calibrate_fbits(model, LENGTH, "14bits", SAMPLES, OPTIONS)
+    calibrate_fbits(model, LENGTH, "14bits", config=OPTIONS, measure="gradient")
+    assert asked[1][2:] == (16, 2048)
 
 
-@pytest.mark.parametrize("options", [{"budget_bytes": 10**6}, {"boundary_layers": 1}])
+@pytest.mark.parametrize("options", [{"budget_bytes": 10**6}, {"boundary_layers": 1}, {"value_fbit": 4}])
 def test_options_that_would_overrule_the_result(options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} would overrule"):
         calibrate_fbits(tiny_model(), LENGTH, "14bits", SAMPLES, {**OPTIONS, **options})
