@@ -2,6 +2,7 @@
 """Does calibration pay? Calibrated final widths and key smoothing against simple choices, at equal true bytes.
 
     python scripts/calibrate_fbits.py
+    python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed
 
 SmolLM2 is calibrated on samples of 2,048 tokens from the first four fifths of the bundled text; caches are compared
 on the rest, at every length in one run, a chunk of tokens at a time, and KL is against an ordinary cache fed in the
@@ -181,7 +182,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=8, help="calibration samples for gradients")
     parser.add_argument("--measured-samples", type=int, default=1, help="those that single layers are tried on")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of the texts")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="tokens of the texts")
+    parser.add_argument("--schedules", choices=tuple(SCHEDULES), nargs="+", default=list(SCHEDULES))
     parser.add_argument("--chunk", type=int, default=128, help="tokens per forward")
     parser.add_argument("--checkpoint", type=Path, help="folder of finished samples, to go on from")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
@@ -221,7 +223,7 @@ def main() -> None:
     ]
     write_csv(args.out / "sensitivity.csv", by_layer)
     for length in args.lengths:
-        runs = allocations(found, length)
+        runs = [run for run in allocations(found, length) if run.schedule in args.schedules]
         if length == args.lengths[0]:
             plot(found, runs, args.out / "calibration.png")
         rows = compare(model, ids, runs + smoothed, length, args.chunk)

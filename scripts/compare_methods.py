@@ -18,59 +18,41 @@ from pathlib import Path
 
 import torch
 from tables import print_table, read_csv, write_csv
-from transformers import DynamicCache
 
-from hf_kvq import KIVICache, KVQCache, MixKVQCache, PMKVQCache
+from hf_kvq import KVQCache, MixKVQCache
 from hf_kvq.bundled import bundled_text, load_model
 from hf_kvq.evaluation import compare_fidelity
+from hf_kvq.evaluation.methods import Method, exact_cache
 
 
-#: Label, family (a line in the plot), cache, options.
-RUNS: list[tuple[str, str, type[KVQCache], dict]] = [
-    ("pmkvq, progressive to 8", "pmkvq, progressive", PMKVQCache, {"fbit": 8}),
-    ("pmkvq, progressive to 4", "pmkvq, progressive", PMKVQCache, {"fbit": 4}),
-    ("pmkvq, progressive to 2", "pmkvq, progressive", PMKVQCache, {"fbit": 2}),
-    ("pmkvq, fixed 8", "pmkvq, fixed", PMKVQCache, {"fbit": 8, "initial_bits": 8}),
-    ("pmkvq, fixed 4", "pmkvq, fixed", PMKVQCache, {"fbit": 4, "initial_bits": 4}),
-    ("pmkvq, fixed 2", "pmkvq, fixed", PMKVQCache, {"fbit": 2, "initial_bits": 2}),
-    ("pmkvq, fixed 2, groups of 32", "pmkvq, fixed", PMKVQCache, {"fbit": 2, "initial_bits": 2, "group_size": 32}),
-    ("pmkvq, per-token keys, fixed 4", "pmkvq, per-token keys", PMKVQCache,
-     {"fbit": 4, "initial_bits": 4, "key_codec": "token"}),
-    ("pmkvq, per-token keys, fixed 2", "pmkvq, per-token keys", PMKVQCache,
-     {"fbit": 2, "initial_bits": 2, "key_codec": "token"}),
-    ("kivi-2", "kivi", KIVICache, {"bits": 2}),
-    ("kivi-4", "kivi", KIVICache, {"bits": 4}),
-    ("kivi-2, 32 sinks", "kivi, 32 sinks", KIVICache, {"bits": 2, "sink_tokens": 32}),
-    ("kivi-4, 32 sinks", "kivi, 32 sinks", KIVICache, {"bits": 4, "sink_tokens": 32}),
-    *(
-        (f"mixkvq, target {bits:g}", "mixkvq", MixKVQCache, {"target_bits": bits})
-        for bits in (2.25, 2.5, 3.0)
-    ),
-    ("mixkvq, target 4, values 4", "mixkvq", MixKVQCache, {"target_bits": 4.0, "value_bits": 4}),
-    *(
-        (f"mixkvq, target {bits:g}, error only", "mixkvq, error only", MixKVQCache,
-         {"target_bits": bits, "importance": "none"})
-        for bits in (2.25, 2.5, 3.0)
-    ),
-]  # fmt: skip
+_BITS = (2.25, 2.5, 3.0)
 
-
-class Bfloat16Storage:
-    """Mixed into a cache class: keys and values come in as a bfloat16 model's would."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        return super().update(key_states.bfloat16(), value_states.bfloat16(), *args, **kwargs)
-
-
-class RoundedDynamicCache(DynamicCache):
-    """An ordinary cache of bfloat16 keys and values, in float32 tensors."""
-
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
-        return super().update(key_states.bfloat16().float(), value_states.bfloat16().float(), *args, **kwargs)
-
-
-def build(cache: type[KVQCache], model: torch.nn.Module, options: dict, length: int) -> KVQCache:
-    return type(cache.__name__, (Bfloat16Storage, cache), {})(model.config, options, max_length=length)
+#: By family, a line in the plot.
+RUNS: dict[str, list[Method]] = {
+    "pmkvq, progressive": [Method("pmkvq", {"fbit": n}, f"pmkvq, progressive to {n}") for n in (8, 4, 2)],
+    "pmkvq, fixed": [
+        *(Method("pmkvq", {"fbit": n, "initial_bits": n}, f"pmkvq, fixed {n}") for n in (8, 4, 2)),
+        Method("pmkvq", {"fbit": 2, "initial_bits": 2, "group_size": 32}, "pmkvq, fixed 2, groups of 32"),
+    ],
+    "pmkvq, per-token keys": [
+        Method("pmkvq", {"fbit": n, "initial_bits": n, "key_codec": "token"}, f"pmkvq, per-token keys, fixed {n}")
+        for n in (4, 2)
+    ],
+    "kivi": [Method("kivi", {"bits": n}, f"kivi-{n}") for n in (2, 4)],
+    "kivi, 32 sinks": [Method("kivi", {"bits": n, "sink_tokens": 32}, f"kivi-{n}, 32 sinks") for n in (2, 4)],
+    "mixkvq": [
+        *(Method("mixkvq", {"target_bits": n}, f"mixkvq, target {n:g}") for n in _BITS),
+        Method("mixkvq", {"target_bits": 4.0, "value_bits": 4}, "mixkvq, target 4, values 4"),
+    ],
+    "kvq": [
+        *(Method("kvq", {"target_bits": n}, f"kvq, target {n:g}") for n in _BITS),
+        Method("kvq", {"value_bits": 4, "value_clip": 1.0}, "kvq, target 2.5, values 4"),
+    ],
+    "rotatekv": [Method("rotatekv", {"fbit": n, "initial_bits": n}, f"rotatekv-{n}") for n in (2, 4)],
+    "mixkvq, error only": [
+        Method("mixkvq", {"target_bits": n, "importance": "none"}, f"mixkvq, target {n:g}, error only") for n in _BITS
+    ],
+}
 
 
 def query_key_correlation(cache: MixKVQCache) -> list[float]:
@@ -131,16 +113,17 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model("bundled", dtype=torch.float32)
     ids = tokenizer(bundled_text(), return_tensors="pt").input_ids
-    runs = [run for run in RUNS if not re.search(args.without, run[0])]
-    caches: dict[str, KVQCache] = {
-        "exact": build(PMKVQCache, model, {"fbit": 16}, args.length),
-        **{label: build(cache, model, options, args.length) for label, _, cache, options in runs},
-        "all at 2": build(MixKVQCache, model, {"target_bits": 2.0}, args.length),
-    }
-    exact = RoundedDynamicCache(config=model.config)
+    families = {"exact": "exact"}
+    methods = [Method("pmkvq", {"fbit": 16}, "exact"), Method("mixkvq", {"target_bits": 2.0}, "all at 2")]
+    for family, runs in RUNS.items():
+        chosen = [method for method in runs if not re.search(args.without, method.label)]
+        families |= {method.label: family for method in chosen}
+        methods += chosen
+    caches: dict[str, KVQCache] = {method.label: method.build(model, args.length) for method in methods}
+    exact = exact_cache(model)
     measured = compare_fidelity(model, ids[:, : args.length], caches, args.chunk, f"{args.length} tokens", exact)
     rows = []
-    for label, family, *_ in [("exact", "exact", None, None), *runs]:
+    for label, family in families.items():
         cache, found = caches[label], measured[label]
         rows.append(
             {

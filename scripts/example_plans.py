@@ -27,10 +27,12 @@ def pmkvq() -> KVQPlan:
     row = next(
         row
         for row in read_csv(RESULTS / "calibration_2048.csv")
-        if (row["schedule"], row["bytes of"], row["widths"]) == ("progressive", "15 of 30 at 4", "calibrated")
+        if (row["schedule"], row["bytes of"], row["widths"])
+        == ("progressive", "15 of 30 at 4", "calibrated, measured")
     )
     config = PMKVQConfig(fbit=tuple(map(int, row["fbit"].split())), max_length=2048)
-    calibration = {"dataset": f"{TEXT}, other parts of them", "n_samples": 8, "seq_len": 2048, "seed": 0}
+    calibration = {"dataset": f"{TEXT}, other parts of them", "n_samples": 1, "seq_len": 2048, "seed": 0}
+    calibration["measure"] = "kl"
     return plan_of(config, calibration, row, exact_perplexity(texts=2, length=2048), tokens=2 * 2048)
 
 

@@ -162,7 +162,7 @@ def test_a_default_that_breaks_the_model_for_others(tmp_path, capsys):
 
 def test_newer_transformers(tmp_path, capsys, monkeypatch):
     folder = saved(CONFIGS["llama"](), tmp_path)
-    monkeypatch.setattr(transformers, "__version__", "5.31.2")
+    monkeypatch.setattr("hf_kvq.doctor.transformers.__version__", "5.31.2")
     _, found = doctor(capsys, folder)
     assert found["notes"] == ["transformers 5.31.2 is newer than what this version is tested with, 5.24"]
 

@@ -159,7 +159,7 @@ def _searchable(config: MixKVQConfig | dict[str, Any] | None) -> MixKVQConfig:
     if config.tau_bf16 is not None or config.target_bits is not None:
         raise ValueError("config gives thresholds or target_bits already; leave them out to have thresholds searched")
     if config.boundary_layers:
-        raise ValueError("layers that boundary_layers keeps at a fixed width have no thresholds; leave it out of config")
+        raise ValueError("layers with a fixed width have no thresholds; leave boundary_layers out of config")
     return config
 
 

@@ -720,7 +720,7 @@ STEPS = st.lists(
     max_length=st.integers(20, 150),
 )
 def test_random_programs(steps, channel, fbit, window, sink, max_length):
-    rules = Rules(2, 16, 8, BF16, fbit, max_length, sink, window, channel=channel)
+    rules = Rules(2, 16, 8, BF16, fbit=fbit, max_length=max_length, sink=sink, window=window, channel=channel)
     cache, simulation = cache_of(rules), Simulation(rules, 2)
     for seed, (step, *arguments) in enumerate(steps):
         if step == "append":

@@ -73,7 +73,7 @@ def test_from_model_to_config(tmp_path):
     found = measured_sensitivity(model, SAMPLES, OPTIONS, desc=None)
     assert config == fbits_for_budget(found, 200, "14bits", PMKVQConfig(**OPTIONS))
     assert len(list(tmp_path.iterdir())) == 2 * 2  # 9 (layer, width), 8 at a time
-    with pytest.raises(ValueError, match="'gradient' or 'kl'; got 'loss'"):
+    with pytest.raises(ValueError, match="'kl' or 'gradient'; got 'loss'"):
         calibrate_fbits(model, 200, "14bits", SAMPLES, OPTIONS, measure="loss")
 
 

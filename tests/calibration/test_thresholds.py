@@ -224,7 +224,7 @@ def _journal(path):
     [
         ({"config": {"tau_bf16": 1.0, "tau_uint4": 1.0}}, "leave them out"),
         ({"config": {"target_bits": 3.0}}, "leave them out"),
-        ({"config": {"boundary_layers": 1}}, "leave it out"),
+        ({"config": {"boundary_layers": 1}}, "leave boundary_layers out"),
         ({"n_trials": 0}, "1 trial and 1 sample"),
         ({"samples": SAMPLES[:0]}, "1 trial and 1 sample"),
         ({"samples": SAMPLES[:, :19]}, "19 tokens fills no page of the cache; it takes 20"),
