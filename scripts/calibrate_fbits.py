@@ -2,7 +2,7 @@
 """Does calibration pay? Calibrated final widths and key smoothing against simple choices, at equal true bytes.
 
     python scripts/calibrate_fbits.py
-    python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed
+    python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed --texts 1
 
 SmolLM2 is calibrated on samples of 2,048 tokens from the first four fifths of the bundled text; caches are compared
 on the rest, at every length in one run, a chunk of tokens at a time, and KL is against an ordinary cache fed in the
@@ -108,9 +108,9 @@ def smoothings(model: PreTrainedModel, samples: torch.Tensor) -> tuple[list[Run]
     return runs, rows
 
 
-def compare(model: PreTrainedModel, ids: torch.Tensor, runs: list[Run], length: int, chunk: int) -> list[dict]:
-    """All caches on as many texts of `length` tokens as fit into `ids`, 2 at most."""
-    texts = [ids[:, i : i + length] for i in range(0, min(2 * length, ids.shape[1] - length + 1), length)]
+def compare(model: PreTrainedModel, texts: list[torch.Tensor], runs: list[Run], chunk: int) -> list[dict]:
+    """All caches on texts of equal length."""
+    length = texts[0].shape[1]
     measured: dict[int, list[Fidelity]] = {}
     for number, text in enumerate(texts, 1):
         caches = {
@@ -184,6 +184,7 @@ def main() -> None:
     parser.add_argument("--measured-samples", type=int, default=1, help="those that single layers are tried on")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="tokens of the texts")
     parser.add_argument("--schedules", choices=tuple(SCHEDULES), nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--texts", type=int, default=2, help="texts of each length")
     parser.add_argument("--chunk", type=int, default=128, help="tokens per forward")
     parser.add_argument("--checkpoint", type=Path, help="folder of finished samples, to go on from")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
@@ -226,7 +227,8 @@ def main() -> None:
         runs = [run for run in allocations(found, length) if run.schedule in args.schedules]
         if length == args.lengths[0]:
             plot(found, runs, args.out / "calibration.png")
-        rows = compare(model, ids, runs + smoothed, length, args.chunk)
+        texts = [ids[:, i * length : (i + 1) * length] for i in range(args.texts)]
+        rows = compare(model, texts, runs + smoothed, args.chunk)
         write_csv(args.out / f"calibration_{length}.csv", rows)
         print_table(rows, "fbit")
 

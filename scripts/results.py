@@ -51,7 +51,7 @@ TABLES = (
     (
         "Calibrated widths, smoothed keys, 8,192 tokens",
         "calibration_8192.csv",
-        "`python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed`",
+        "`python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed --texts 1`",
     ),
     ("Smoothed keys, layer by layer", "smoothing.csv", "`python scripts/calibrate_fbits.py`"),
     ("Thresholds of mixkvq", "thresholds.csv", "`python scripts/calibrate_thresholds.py --trials 16 --length 1024`"),
