@@ -75,6 +75,8 @@ def measured_sensitivity(
     with frozen(model):
         found = over_parts(measure, samples, len(groups), facts, checkpoint, desc)
     total = torch.stack([torch.cat(parts) for parts in found]).mean(0).view(len(layers), len(widths))
+    # Where there is hardly any divergence, rounding may take it below zero.
+    total = total.clamp(min=0)
     return Sensitivity(tuple(layers), shapes, widths, total, len(samples))
 
 

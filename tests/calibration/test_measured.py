@@ -63,7 +63,7 @@ def test_a_layer_that_does_not_matter():
     model = copy.deepcopy(tiny_model())
     model.model.layers[1].self_attn.o_proj.weight.zero_()
     found = measure(model).total
-    assert (found[1].abs() < 1e-7).all() and (found[[0, 2], 2] > 1e-5).all()
+    assert (found >= 0).all() and (found[1] < 1e-7).all() and (found[[0, 2], 2] > 1e-5).all()
 
 
 def test_from_model_to_config(tmp_path):

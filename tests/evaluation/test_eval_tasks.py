@@ -146,10 +146,11 @@ def test_the_first_layer_has_the_error_of_an_ordinary_run():
 
 def test_the_exact_cache_has_no_attention_error():
     model, ids = tiny_model(), random_ids(2, 40)
+    hooks = [dict(module._forward_hooks) for module in model.modules()]
     found = attention_errors(model, ids, {"x": exact_cache(model)}, chunk=16)["x"]
     assert found.abs().max() == 0
     # No hook is left.
-    assert not any(module._forward_hooks for module in model.modules())
+    assert [dict(module._forward_hooks) for module in model.modules()] == hooks
 
 
 @pytest.mark.parametrize("arch", ["qwen3", "phi3", "gpt_neox", "mixed"])

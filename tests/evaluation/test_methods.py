@@ -104,9 +104,13 @@ def test_bytes_of_quanto(nbits):
     cache = Method("quanto", {"nbits": nbits, "q_group_size": 16, "residual_length": 16}).build(model, 64)
     for part in ids.split(16, dim=1):
         forward(model, cache, part)
-    numbers = 64 * 2 * 16
+    # Older versions of transformers keep the last 16 tokens exact at this point.
+    recent = cache.layers[0].keys
+    exact = recent.shape[2] if recent.numel() else 0
+    assert exact in (0, 16)
+    packed = (64 - exact) * 2 * 16
     # Codes, and for each group of 16 a bfloat16 scale and shift, of K and V, in three layers.
-    assert held_bytes(cache, model.config) == 3 * 2 * (numbers * nbits // 8 + numbers // 16 * 2 * 2)
+    assert held_bytes(cache, model.config) == 3 * 2 * (packed * nbits // 8 + packed // 16 * 2 * 2 + exact * 2 * 16 * 2)
 
 
 def test_a_preset_is_its_cache_and_options():

@@ -33,11 +33,11 @@ layout.byte_orders = lambda device_type, key_dim: byte_orders("cuda", key_dim)
 calls = [0]
 
 
-def by_definition(query, parts, scaling, kernel):
+def by_definition(query, parts, scaling, kernel, softcap, sinks):
     return naive.attend(query, parts, scaling)
 
 
-def by_triton(query, parts, scaling, kernel):
+def by_triton(query, parts, scaling, kernel, softcap, sinks):
     calls[0] += 1
     assert gpu.why_not(query, None) is None
     return fused.attend(query, parts, scaling, lambda *arguments: gpu.attend(*arguments))
