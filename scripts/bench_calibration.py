@@ -15,6 +15,9 @@ Memory is what the process grew by at its peak, beyond the model; on a GPU, what
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import gc
 import math
 import time
 from collections.abc import Callable
@@ -70,6 +73,7 @@ class Peak:
             torch.cuda.reset_peak_memory_stats(self.device)
             self.before = torch.cuda.memory_allocated(self.device)
         else:
+            self._give_back()
             self.before = self._resident("VmRSS")
             try:
                 Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten
@@ -81,6 +85,13 @@ class Peak:
         is_cuda = self.device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else self._resident("VmHWM")
         self.mib = (peak - self.before) / 2**20
+
+    @staticmethod
+    def _give_back() -> None:
+        """Return freed memory to the system, so that using it again counts."""
+        gc.collect()
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)
 
     @staticmethod
     def _resident(name: str) -> float:
