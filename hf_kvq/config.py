@@ -159,7 +159,7 @@ class PMKVQConfig(Options):
             ValueError: `fbit` or `value_fbit` is a list of another length.
         """
         quantized = range(num_layers) if quantized is None else quantized
-        is_boundary = [min(i, num_layers - 1 - i) < self.boundary_layers for i in quantized]
+        is_edge = [is_boundary(i, num_layers, self.boundary_layers) for i in quantized]
 
         def of_layers(name: str) -> list[int]:
             given = getattr(self, name)
@@ -170,7 +170,7 @@ class PMKVQConfig(Options):
                     f"{name} lists {len(fbits)} layers, but the model has {len(quantized)}{which}; give one width per "
                     "quantized layer"
                 )
-            return [max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_boundary)]
+            return [max(b, BOUNDARY_FBIT) if edge else b for b, edge in zip(fbits, is_edge)]
 
         keys = of_layers("fbit")
         return tuple(zip(keys, keys if self.value_fbit is None else of_layers("value_fbit")))
@@ -285,6 +285,11 @@ class KIVIConfig(Options):
         _check_int("sink_tokens", self.sink_tokens, 0)
         _check_int("boundary_layers", self.boundary_layers, 0)
         _check_choice("kernel", self.kernel, get_args(Kernel))
+
+
+def is_boundary(layer: int, num_layers: int, boundary_layers: int) -> bool:
+    """Whether a layer is among the first or last `boundary_layers` of `num_layers`."""
+    return min(layer, num_layers - 1 - layer) < boundary_layers
 
 
 def _check_page(residual: int, group_size: int) -> None:

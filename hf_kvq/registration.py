@@ -35,6 +35,8 @@ from .presets import PRESETS, resolve
 
 #: Cache implementations by the name that `generate` knows them under.
 CACHES: dict[str, type[KVQCache]] = {"pmkvq": PMKVQCache, "mixkvq": MixKVQCache, "kivi": KIVICache}
+#: All names that `generate` knows: of caches, and of presets of their options.
+NAMES = (*CACHES, *PRESETS)
 
 _OLDEST, _TOO_NEW = "5.17", "6"
 
@@ -70,7 +72,7 @@ def register() -> None:
             f"run: pip install 'transformers>={_OLDEST},<{_TOO_NEW}'"
         )
     names = configuration_utils.ALL_CACHE_IMPLEMENTATIONS
-    _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, *CACHES, *PRESETS))
+    _replace(configuration_utils, "ALL_CACHE_IMPLEMENTATIONS", (*names, *NAMES))
     _replace(
         GenerationMixin,
         "_prepare_cache_for_generation",
@@ -182,7 +184,7 @@ def _requested(generation_config: GenerationConfig) -> tuple[str | None, Any]:
     name, options = generation_config.cache_implementation, generation_config.cache_config
     if name == "quantized" and isinstance(options, dict):
         name, options = options.get("backend"), {key: value for key, value in options.items() if key != "backend"}
-    return resolve(name, options) if name in CACHES or name in PRESETS else (None, None)
+    return resolve(name, options) if name in NAMES else (None, None)
 
 
 def _with_padding(original: Callable) -> Callable:

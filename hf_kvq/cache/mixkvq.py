@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from ..codecs.tiered import TIER_BITS
-from ..config import BOUNDARY_FBIT, KIVIConfig, MixKVQConfig
+from ..config import BOUNDARY_FBIT, KIVIConfig, MixKVQConfig, is_boundary
 from .base import KVQCache, stock_layers
 from .fixed import FixedLayer
 from .padding import Padding
@@ -52,10 +52,8 @@ class MixKVQCache(KVQCache):
         for i in full_attention:
             tau = config.layer_tau(i, len(layers))
             mine = tau and tuple(shard.pick(x) if isinstance(x, tuple) else x for x in tau)
-            is_boundary = min(i, len(layers) - 1 - i) < config.boundary_layers
-            layers[i] = (
-                fixed_layer(config, BOUNDARY_FBIT, padding) if is_boundary else TieredLayer(config, mine, padding)
-            )
+            is_edge = is_boundary(i, len(layers), config.boundary_layers)
+            layers[i] = fixed_layer(config, BOUNDARY_FBIT, padding) if is_edge else TieredLayer(config, mine, padding)
         super().__init__(layers, padding, model_config)
 
     def nominal_bits(self) -> NominalBits:
@@ -88,8 +86,8 @@ class KIVICache(KVQCache):
         layers, full_attention = stock_layers(model_config.get_text_config(decoder=True), may_be_none=True)
         padding = Padding()
         for i in full_attention:
-            is_boundary = min(i, len(layers) - 1 - i) < config.boundary_layers
-            layers[i] = fixed_layer(config, max(config.bits, BOUNDARY_FBIT) if is_boundary else config.bits, padding)
+            is_edge = is_boundary(i, len(layers), config.boundary_layers)
+            layers[i] = fixed_layer(config, max(config.bits, BOUNDARY_FBIT) if is_edge else config.bits, padding)
         super().__init__(layers, padding, model_config)
 
 

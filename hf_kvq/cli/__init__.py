@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ..presets import PRESETS
-from ..registration import CACHES
+from ..registration import NAMES
 from ..version import __version__
 from .calibrate import add_calibrate_command
 from .doctor import add_doctor_command
@@ -82,7 +81,7 @@ def _add_generate(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--max-new-tokens", type=positive_int, default=512, metavar="N", help="default: 512")
     parser.add_argument(
         "--cache-implementation",
-        choices=(*CACHES, *PRESETS, "dynamic"),
+        choices=(*NAMES, "dynamic"),
         default="pmkvq",
         help="'dynamic' is the ordinary cache (default: pmkvq)",
     )

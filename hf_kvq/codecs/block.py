@@ -112,6 +112,10 @@ class BlockCodec:
         """Undo the transform on decoded data ([..., dim])."""
         return x if bits == 16 or self.transform is None else self.transform.inverse(x)
 
+    def adapt(self, query: torch.Tensor, bits: int) -> torch.Tensor:
+        """The query for decoded keys, [..., dim], which are still transformed."""
+        return query if bits == 16 or self.transform is None else self.transform.dual(query)
+
     def join(self, codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
         """The block's bytes, given its packed codes [..., heads, bytes, dim] and its groups' (min, max)."""
         if self.byte_order is not None:

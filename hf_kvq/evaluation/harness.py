@@ -25,8 +25,8 @@ from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
 from ..hub.discovery import options_for
-from ..presets import PRESETS, resolve
-from ..registration import CACHES, cache_argument
+from ..presets import resolve
+from ..registration import CACHES, NAMES, cache_argument
 
 
 @register_model("hf-kvq")
@@ -74,9 +74,9 @@ class KVQLM(HFLM):
 
     def _check_scoring(self) -> None:
         """Raise `ValueError` where a score would not come from the cache that was asked for."""
-        if self.cache_implementation not in (None, *CACHES, *PRESETS):
+        if self.cache_implementation not in (None, *NAMES):
             raise ValueError(
-                f"given text can be scored through {', '.join((*CACHES, *PRESETS))}, but not through "
+                f"given text can be scored through {', '.join(NAMES)}, but not through "
                 f"cache_implementation={self.cache_implementation!r}; use one of these, or only tasks that generate"
             )
 

@@ -16,8 +16,8 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, c
 
 from ..cache import KVHandle, KVQCache
 from ..cache.base import stock_layers
-from ..presets import PRESETS, resolve
-from ..registration import CACHES
+from ..presets import resolve
+from ..registration import CACHES, NAMES
 
 
 #: transformers' quantized caches by backend, and whether they are there: two need a package, one a new transformers.
@@ -45,7 +45,7 @@ class Method:
     label: str = ""
 
     def __post_init__(self):
-        known = [*CACHES, *PRESETS, *STOCK]
+        known = [*NAMES, *STOCK]
         if self.cache not in known:
             near = difflib.get_close_matches(self.cache, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"

@@ -111,8 +111,7 @@ class PackedPart:
 
     def adapt(self, query: torch.Tensor) -> torch.Tensor:
         """Query -> the space of this part's keys."""
-        is_plain = self.keys.transform is None or self.bits[0] == 16
-        return query if is_plain else self.keys.transform.dual(query)
+        return self.keys.adapt(query, self.bits[0])
 
     def restore(self, out: torch.Tensor) -> torch.Tensor:
         """Attention output of this part -> the values' own space."""
