@@ -4,6 +4,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel  # noqa: E402
+from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import logging  # noqa: E402
 
 
@@ -64,6 +72,16 @@ def tiny_model(
             if re.search(r"(q_norm|k_norm)\.weight", name):
                 weight.mul_(2)
     return model.to(dtype).requires_grad_(False)
+
+
+def save_with_words(folder: Path) -> Path:
+    """Save the tiny model with a tokenizer of words into a folder, and `text.txt` of these words."""
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(folder)
+    tiny_model().save_pretrained(folder)
+    (folder / "text.txt").write_text(" ".join(f"w{i * i % 127}" for i in range(3000)))
+    return folder
 
 
 def make_cache(model: PreTrainedModel | PreTrainedConfig, **options: Any) -> PMKVQCache:

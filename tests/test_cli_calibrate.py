@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from conftest import tiny_model
+from conftest import save_with_words, tiny_model
 from hf_kvq import KVQPlan, MixKVQCache, PMKVQCache
 from hf_kvq.calibration import thresholds
 from hf_kvq.calibration.thresholds import request_bytes
@@ -21,12 +19,7 @@ from hf_kvq.registration import cache_argument
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A tiny model with its tokenizer, and a text of its words."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(tmp_path)
-    tiny_model().save_pretrained(tmp_path)
-    (tmp_path / "text.txt").write_text(" ".join(f"w{i * i % 127}" for i in range(3000)))
-    return tmp_path
+    return save_with_words(tmp_path)
 
 
 def command(folder: Path, *more: str) -> list[str]:

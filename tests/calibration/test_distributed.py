@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
-from conftest import random_ids, tiny_model
+from conftest import random_ids, save_with_words, tiny_model
 from hf_kvq.calibration import distributed, measured_sensitivity, sensitivity, tune_thresholds
 from hf_kvq.cli import main
 
@@ -75,13 +74,7 @@ def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.fixture
 def folder(tmp_path) -> Path:
     """A tiny model with its tokenizer, and a text of its words."""
-    folder = tmp_path / "model"
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", pad_token="w0").save_pretrained(folder)
-    tiny_model().save_pretrained(folder)
-    (folder / "text.txt").write_text(" ".join(f"w{i * i % 127}" for i in range(3000)))
-    return folder
+    return save_with_words(tmp_path / "model")
 
 
 @pytest.mark.slow
