@@ -2,7 +2,6 @@
 """Does calibration pay? Calibrated final widths and key smoothing against simple choices, at equal true bytes.
 
     python scripts/calibrate_fbits.py
-    python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed --texts 1
 
 SmolLM2 is calibrated on samples of 2,048 tokens from the first four fifths of the bundled text; caches are compared
 on the rest, at every length in one run, a chunk of tokens at a time, and KL is against an ordinary cache fed in the
@@ -22,10 +21,11 @@ from typing import NamedTuple
 
 import torch
 from tables import print_table, write_csv
+from texts import split_text
 from transformers import PreTrainedModel
 
 from hf_kvq import KVQPlan, PMKVQConfig
-from hf_kvq.bundled import bundled_text, load_model
+from hf_kvq.bundled import load_model
 from hf_kvq.calibration import (
     Sensitivity,
     fbits_for_budget,
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--samples", type=int, default=8, help="calibration samples for gradients")
     parser.add_argument("--measured-samples", type=int, default=1, help="those that single layers are tried on")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048], help="tokens of the texts")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of the texts")
     parser.add_argument("--schedules", choices=tuple(SCHEDULES), nargs="+", default=list(SCHEDULES))
     parser.add_argument("--texts", type=int, default=2, help="texts of each length")
     parser.add_argument("--chunk", type=int, default=128, help="tokens per forward")
@@ -192,10 +192,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model("bundled", dtype=torch.float32)
-    text = bundled_text()
-    split = len(text) * 4 // 5
-    samples = token_blocks(text[:split], tokenizer, args.samples, 2048)
-    ids = tokenizer(text[split:], return_tensors="pt").input_ids
+    to_calibrate_on, to_compare_on = split_text()
+    samples = token_blocks(to_calibrate_on, tokenizer, args.samples, 2048)
+    ids = tokenizer(to_compare_on, return_tensors="pt").input_ids
 
     found = {}
     for name, measure, widths, count in (

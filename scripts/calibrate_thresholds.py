@@ -15,9 +15,10 @@ from pathlib import Path
 
 import torch
 from tables import print_table, write_csv
+from texts import split_text
 
 from hf_kvq import MixKVQCache, MixKVQConfig
-from hf_kvq.bundled import bundled_text, load_model
+from hf_kvq.bundled import load_model
 from hf_kvq.calibration import pareto_front, token_blocks, tune_thresholds, write_trials
 from hf_kvq.calibration.thresholds import numbers_per_token, request_bytes
 from hf_kvq.evaluation import compare_fidelity
@@ -59,10 +60,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     model, tokenizer = load_model("bundled", dtype=torch.float32)
-    text = bundled_text()
-    split = len(text) * 4 // 5
-    samples = token_blocks(text[:split], tokenizer, args.samples, args.length)
-    ids = tokenizer(text[split:], return_tensors="pt").input_ids[:, : args.length]
+    to_search_on, to_compare_on = split_text()
+    samples = token_blocks(to_search_on, tokenizer, args.samples, args.length)
+    ids = tokenizer(to_compare_on, return_tensors="pt").input_ids[:, : args.length]
 
     trials = tune_thresholds(model, samples, args.max_length, n_trials=args.trials, storage=args.storage)
     write_trials(trials, args.out / "thresholds_trials.csv")

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import torch
 from tables import read_csv
+from texts import split_text
 from transformers import AutoConfig
 
 from hf_kvq import KVQPlan, MixKVQConfig, PMKVQConfig
-from hf_kvq.bundled import bundled_model_path, bundled_text, load_model
+from hf_kvq.bundled import bundled_model_path, load_model
 from hf_kvq.hub.cards import page
 
 
@@ -56,8 +57,7 @@ def plan_of(
 def exact_perplexity(texts: int, length: int) -> float:
     """Of the texts that calibrate_fbits.py compares on, which does not write it down."""
     model, tokenizer = load_model("bundled", dtype=torch.float32)
-    text = bundled_text()
-    ids = tokenizer(text[len(text) * 4 // 5 :], return_tensors="pt").input_ids[0, : texts * length]
+    ids = tokenizer(split_text()[1], return_tensors="pt").input_ids[0, : texts * length]
     losses = [model(input_ids=part[None], labels=part[None], use_cache=False).loss for part in ids.split(length)]
     return round(torch.stack(losses).mean().exp().item(), 2)
 

@@ -48,11 +48,7 @@ TABLES = (
     ("Fidelity, 2,048 tokens", "fidelity_2048.csv", "`python scripts/compare_methods.py --length 2048`"),
     ("Fidelity, 8,192 tokens", "fidelity_8192.csv", "`python scripts/compare_methods.py --length 8192 --chunk 256`"),
     ("Calibrated widths, smoothed keys, 2,048 tokens", "calibration_2048.csv", "`python scripts/calibrate_fbits.py`"),
-    (
-        "Calibrated widths, smoothed keys, 8,192 tokens",
-        "calibration_8192.csv",
-        "`python scripts/calibrate_fbits.py --lengths 8192 --schedules fixed --texts 1`",
-    ),
+    ("Calibrated widths, smoothed keys, 8,192 tokens", "calibration_8192.csv", "`python scripts/calibrate_fbits.py`"),
     ("Smoothed keys, layer by layer", "smoothing.csv", "`python scripts/calibrate_fbits.py`"),
     ("Thresholds of mixkvq", "thresholds.csv", "`python scripts/calibrate_thresholds.py --trials 16 --length 1024`"),
     ("Cost of calibration, CPU", "calibration_cost.csv", "`python scripts/bench_calibration.py`"),
