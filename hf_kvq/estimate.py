@@ -20,7 +20,9 @@ from transformers import (
 
 from .cache.base import stock_layers, tensors_of
 from .cache.layout import LayerLayout, LayerShape
-from .config import PMKVQConfig
+from .cache.mixkvq import growing_layer
+from .cache.padding import Padding
+from .config import KIVIConfig, MixKVQConfig, PMKVQConfig
 from .registration import cache_argument
 
 
@@ -80,6 +82,20 @@ def config_dtype(config: PretrainedConfig) -> torch.dtype:
     return config.get_text_config(decoder=True).dtype or config.dtype or torch.bfloat16
 
 
+def weight_bytes(config: PretrainedConfig, dtype: torch.dtype | None = None) -> int:
+    """Bytes of a decoder's weights in `dtype`, by default the config's, as if they were not quantized.
+
+    Raises:
+        ValueError: transformers has no such model, or cannot build it.
+    """
+    try:
+        model = _without_weights(config, dtype or config_dtype(config))
+    except Exception as error:
+        # As above.
+        raise ValueError(f"cannot build {type(config).__name__}: {error}") from error
+    return sum(x.nbytes for x in model.parameters())
+
+
 def cache_bytes(
     shapes: Sequence[LayerShape | ExactLayer],
     length: int,
@@ -96,13 +112,42 @@ def cache_bytes(
         config: the cache's other options.
         batch: number of requests.
     """
-    config = dataclasses.replace(config or PMKVQConfig(), fbit=bits)
-    widths = config.layer_widths(len(shapes))
+    return method_bytes(shapes, length, dataclasses.replace(config or PMKVQConfig(), fbit=bits), batch)
+
+
+def method_bytes(
+    shapes: Sequence[LayerShape | ExactLayer],
+    length: int,
+    config: PMKVQConfig | MixKVQConfig | KIVIConfig,
+    batch: int = 1,
+) -> int:
+    """Bytes that the cache with these options holds for `batch` requests of `length` tokens.
+
+    A `PMKVQCache` gets a budget for that length. The others grow page by page, with a sixteenth in reserve; where
+    channels have tiers, it is the most that they can take, a little more than they do.
+
+    Args:
+        shapes: the model's layers, from `model_shapes`.
+        length: tokens per request.
+        config: options of the cache; `max_length` and `budget_bytes` do not count.
+        batch: number of requests.
+
+    Raises:
+        ValueError: the bytes depend on the keys, as the options are thresholds.
+    """
+    if isinstance(config, PMKVQConfig):
+        widths = config.layer_widths(len(shapes))
+
+        def layer_bytes(i: int, shape: LayerShape) -> int:
+            return LayerLayout.of(config, shape, floors=widths[i]).bytes_for(length, min(widths[i]))
+    else:
+
+        def layer_bytes(i: int, shape: LayerShape) -> int:
+            return growing_layer(config, i, len(shapes), Padding()).bytes_for(shape, length)
+
     return batch * sum(
-        layer.bytes_for(length)
-        if isinstance(layer, ExactLayer)
-        else LayerLayout.of(config, layer, floors=pair).bytes_for(length, min(pair))
-        for layer, pair in zip(shapes, widths)
+        shape.bytes_for(length) if isinstance(shape, ExactLayer) else layer_bytes(i, shape)
+        for i, shape in enumerate(shapes)
     )
 
 

@@ -6,9 +6,10 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, LlamaConfig, T5Config
 
 from conftest import CONFIGS, forward, random_ids, storage_bytes
-from hf_kvq import PMKVQCache, PMKVQConfig
+from hf_kvq import KIVICache, KIVIConfig, MixKVQCache, MixKVQConfig, PMKVQCache, PMKVQConfig
 from hf_kvq.cache.layout import LayerShape
-from hf_kvq.estimate import ExactLayer, cache_bytes, model_shapes, ordinary_bytes
+from hf_kvq.codecs.tiered import most_promoted, tiers_by_target
+from hf_kvq.estimate import ExactLayer, cache_bytes, method_bytes, model_shapes, ordinary_bytes, weight_bytes
 
 
 ARCHS = {
@@ -53,6 +54,58 @@ def test_estimate_equals_the_bytes_of_a_real_cache(arch, bits, options):
     assert estimate == cache.nbytes()
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        KIVIConfig(residual=16, group_size=16),
+        KIVIConfig(bits=4, residual=32, group_size=32, sink_tokens=5, boundary_layers=1),
+        # Here it is known what the keys get.
+        MixKVQConfig(residual=16, group_size=16, sink_tokens=3, target_bits=2, transform="hadamard", value_bits=4),
+        MixKVQConfig(residual=16, group_size=16, sink_tokens=3, target_bits=16, boundary_layers=1),
+    ],
+    ids=["kivi", "kivi-boundary", "mixkvq-2", "mixkvq-16"],
+)
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "lfm2"])
+def test_estimate_equals_the_bytes_of_a_cache_that_grows(arch, options):
+    config = ARCHS[arch]()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    cache = (KIVICache if isinstance(options, KIVIConfig) else MixKVQCache)(config, options)
+    shapes, ids = model_shapes(config, torch.float32), random_ids(1, 640)
+    # Enough pages for the reserve of a sixteenth to show, each page in a call of its own.
+    for start in range(0, 640, options.residual):
+        forward(model, cache, ids[:, start : start + options.residual])
+        length = start + options.residual
+        assert method_bytes(shapes, length, options) == cache.nbytes(), length
+    assert method_bytes(shapes, 640, options, batch=3) == 3 * cache.nbytes()
+
+
+@pytest.mark.parametrize("target_bits", [2.25, 2.5, 3.0, 6.0])
+def test_estimate_of_tiers_is_a_little_above_what_they_take(target_bits):
+    config = ARCHS["llama"]()
+    options = MixKVQConfig(residual=32, group_size=32, sink_tokens=3, target_bits=target_bits)
+    cache = filled(config, MixKVQCache(config, options))
+    estimate = method_bytes(model_shapes(config, torch.float32), LENGTH, options)
+    assert 0.9 * estimate < cache.nbytes() <= estimate
+
+
+@pytest.mark.parametrize("target_bits", [2, 2.3, 2.5, 4.1, 15.9, 16])
+@pytest.mark.parametrize("dim", [16, 80])
+def test_no_head_has_more_promoted_channels_than_the_estimate_counts(dim, target_bits):
+    most = dict(reversed(pair) for pair in most_promoted(dim, target_bits))
+    # From flat salience, where all go to 4 bits, to steep, where few take 16.
+    for spread in (0.0, 1.0, 4.0, 16.0):
+        salience = torch.exp(spread * torch.randn(200, dim, generator=torch.Generator().manual_seed(0)).double())
+        tiers = tiers_by_target(salience, target_bits)
+        for uint4, bf16 in zip((tiers == 1).sum(-1).tolist(), (tiers == 2).sum(-1).tolist()):
+            assert uint4 <= most[bf16]
+
+
+def test_bytes_of_thresholds_are_refused():
+    shapes = model_shapes(ARCHS["llama"]())
+    with pytest.raises(ValueError, match="target_bits instead"):
+        method_bytes(shapes, 1000, MixKVQConfig(tau_bf16=1.0, tau_uint4=0.5))
+
+
 @pytest.mark.parametrize("arch", ARCHS)
 def test_ordinary_estimate_equals_the_bytes_of_an_ordinary_cache(arch):
     config = ARCHS[arch]()
@@ -87,6 +140,15 @@ def test_a_large_model_is_estimated_without_weights():
     pages = (4096 - 1 - 128) // 128
     page = 8 * 128 * (2 * 128 // 2) + 2 * 8 * (128 + 128) * 2
     assert cache_bytes(shapes, 4096, 4) == 80 * ((1 + 255) * 8 * 256 * 2 + pages * page)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gpt2", "gemma2"])
+def test_bytes_of_weights_are_those_of_the_model(arch):
+    config = ARCHS[arch]()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Tied weights are there once.
+    held = {x.untyped_storage().data_ptr(): x.nbytes for x in model.parameters()}
+    assert weight_bytes(config, torch.float32) == sum(held.values()) == 2 * weight_bytes(config, torch.float16)
 
 
 def test_batch_multiplies_and_dtype_is_the_configs():

@@ -50,13 +50,22 @@ class FixedLayer(KVQLayer):
             padding, require_kernel(kernel), sink_tokens, window=0, initial_bits=min(key_bits, value_bits)
         )
 
+    def layout_for(self, shape: LayerShape, device_type: str = "cpu") -> LayerLayout:
+        """Sizes of this layer where it caches `shape`."""
+        transforms = None, HadamardRotation(shape.value_dim) if self.rotate_values else None
+        codecs = block_codecs(shape, self.page_tokens, "channel", self.group_size, transforms, device_type, self.clips)
+        return LayerLayout(shape, self.sink_tokens, 0, *codecs, (self.key_bits, self.value_bits))
+
+    def bytes_for(self, shape: LayerShape, length: int) -> int:
+        """Bytes that this layer of one request holds when `length` tokens have come page by page."""
+        layout = self.layout_for(shape)
+        pages = max(0, length - self.sink_tokens) // self.page_tokens
+        exact = self.sink_tokens + self.page_tokens - 1
+        return exact * shape.token_bytes + room_for(pages) * layout.page_bytes(self.initial_bits)
+
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         shape = LayerShape(keys.shape[1], keys.shape[3], values.shape[3], keys.dtype)
-        transforms = None, HadamardRotation(shape.value_dim) if self.rotate_values else None
-        codecs = block_codecs(
-            shape, self.page_tokens, "channel", self.group_size, transforms, keys.device.type, self.clips
-        )
-        self.layout = LayerLayout(shape, self.sink_tokens, 0, *codecs, (self.key_bits, self.value_bits))
+        self.layout = self.layout_for(shape, keys.device.type)
         batch = keys.shape[0]
         self.body = self._make_body(batch)
         self.sink = self._exact((keys, values), batch, self.sink_tokens)
@@ -80,3 +89,12 @@ class FixedLayer(KVQLayer):
         held = self.body.row_bytes // size
         if pages > held:
             self.body.resize(max(pages, held * 17 // 16) * size)
+
+
+def room_for(pages: int, per_page: int = 1) -> int:
+    """Room of a buffer with `per_page` records a page after `pages` pages: it grows by a sixteenth when it must."""
+    room = 0
+    while room < pages * per_page:
+        held = room // per_page * per_page
+        room = max(held + per_page, held + held // 16)
+    return room

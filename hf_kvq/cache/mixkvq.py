@@ -52,8 +52,7 @@ class MixKVQCache(KVQCache):
         for i in full_attention:
             tau = config.layer_tau(i, len(layers))
             mine = tau and tuple(shard.pick(x) if isinstance(x, tuple) else x for x in tau)
-            is_edge = is_boundary(i, len(layers), config.boundary_layers)
-            layers[i] = fixed_layer(config, BOUNDARY_FBIT, padding) if is_edge else TieredLayer(config, mine, padding)
+            layers[i] = growing_layer(config, i, len(layers), padding, mine)
         super().__init__(layers, padding, model_config)
 
     def nominal_bits(self) -> NominalBits:
@@ -86,11 +85,16 @@ class KIVICache(KVQCache):
         layers, full_attention = stock_layers(model_config.get_text_config(decoder=True), may_be_none=True)
         padding = Padding()
         for i in full_attention:
-            is_edge = is_boundary(i, len(layers), config.boundary_layers)
-            layers[i] = fixed_layer(config, max(config.bits, BOUNDARY_FBIT) if is_edge else config.bits, padding)
+            layers[i] = growing_layer(config, i, len(layers), padding)
         super().__init__(layers, padding, model_config)
 
 
-def fixed_layer(config: KIVIConfig | MixKVQConfig, bits: int, padding: Padding) -> FixedLayer:
-    """A layer of one width, with the exact regions and the groups of `config`."""
+def growing_layer(
+    config: KIVIConfig | MixKVQConfig, layer: int, num_layers: int, padding: Padding, tau: tuple | None = None
+) -> FixedLayer:
+    """One layer of `num_layers` as `config` has it; `tau` are this layer's thresholds."""
+    is_edge = is_boundary(layer, num_layers, config.boundary_layers)
+    if isinstance(config, MixKVQConfig) and not is_edge:
+        return TieredLayer(config, tau, padding)
+    bits = BOUNDARY_FBIT if is_edge else config.bits
     return FixedLayer(bits, bits, config.residual, config.group_size, config.sink_tokens, config.kernel, padding)

@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 import torch
 from transformers.utils import logging
 
-from ..codecs.tiered import TieredKeyCodec, tiers_by_target, tiers_by_threshold
+from ..codecs.tiered import TieredKeyCodec, most_promoted, tiers_by_target, tiers_by_threshold
 from ..config import MixKVQConfig
 from ..ops import PackedPart
-from .fixed import FixedLayer
+from .fixed import FixedLayer, room_for
 from .layer import pick
+from .layout import LayerLayout, LayerShape
 from .padding import Padding
 from .rows import RowState
 from .tiered_body import RECORDS, Records, TieredBody
@@ -69,11 +70,26 @@ class TieredLayer(FixedLayer):
         self.query_count = [0] * batch
 
     def _make_body(self, batch: int) -> TieredBody:
-        keys = self.layout.keys
-        codec = TieredKeyCodec(
-            keys.heads, keys.tokens, keys.dim, keys.dtype, keys.group_size, keys.byte_order, keys.clip
-        )
-        return TieredBody(self.layout, codec, batch, self.device, self.kernel)
+        return TieredBody(self.layout, _key_codec(self.layout), batch, self.device, self.kernel)
+
+    def bytes_for(self, shape: LayerShape, length: int) -> int:
+        """See `FixedLayer`; the most that it can be, as it depends on the keys which channels get 4 bits and which 16.
+
+        Raises:
+            ValueError: the layer goes by thresholds, so anything is possible.
+        """
+        if self.config.tau_bf16 is not None:
+            raise ValueError("how many channels pass a threshold depends on the keys; give target_bits instead")
+        codec = _key_codec(self.layout_for(shape))
+        pages = max(0, length - self.sink_tokens) // self.page_tokens
+
+        def records(per_head: tuple[int, int]) -> int:
+            low, exact = (room_for(pages, count * shape.heads) if count else 0 for count in per_head)
+            return low * (codec.low_bytes + 1) + exact * (codec.tokens * shape.dtype.itemsize + 1)
+
+        most = max(map(records, most_promoted(shape.key_dim, self.config.key_bits)))
+        counts, query_sum = 4 * shape.heads * room_for(pages), 8 * shape.heads * shape.key_dim
+        return super().bytes_for(shape, length) + most + counts + query_sum
 
     # --- which channels matter -----------------------------------------------------------------------------------
 
@@ -171,6 +187,11 @@ class TieredLayer(FixedLayer):
             self.query_sum = self.query_sum.index_select(0, indices.to(self.device))
             self.query_count = [self.query_count[i] for i in indices.tolist()]
         super()._select(indices)
+
+
+def _key_codec(layout: LayerLayout) -> TieredKeyCodec:
+    keys = layout.keys
+    return TieredKeyCodec(keys.heads, keys.tokens, keys.dim, keys.dtype, keys.group_size, keys.byte_order, keys.clip)
 
 
 def _magnitudes(query: torch.Tensor, heads: int) -> torch.Tensor:

@@ -51,10 +51,22 @@ def tiers_by_target(salience: torch.Tensor, target_bits: float) -> torch.Tensor:
     worth = torch.cat([salience, salience / _BF16_OVER_UINT4], dim=-1)
     order = worth.sort(dim=-1, descending=True, stable=True).indices
     cost = torch.where(order < dim, TIER_BITS[1] - TIER_BITS[0], TIER_BITS[2] - TIER_BITS[1])
-    # (2.3 - 2) * 80 is a hair less than 24 in floating point.
-    affordable = cost.cumsum(-1) <= (target_bits - TIER_BITS[0]) * dim + 1e-6
+    affordable = cost.cumsum(-1) <= _to_spend(dim, target_bits)
     promoted = torch.zeros_like(worth, dtype=torch.long).scatter(-1, order, affordable.long())
     return promoted[..., :dim] + promoted[..., dim:]
+
+
+def most_promoted(dim: int, target_bits: float) -> list[tuple[int, int]]:
+    """Most (UINT4, BF16) channels of a head that `tiers_by_target` may choose, for each number of BF16 channels."""
+    spend, to_uint4, to_bf16 = _to_spend(dim, target_bits), TIER_BITS[1] - TIER_BITS[0], TIER_BITS[2] - TIER_BITS[0]
+    return [
+        (min(dim - n, int((spend - n * to_bf16) // to_uint4)), n) for n in range(min(dim, int(spend // to_bf16)) + 1)
+    ]
+
+
+def _to_spend(dim: int, target_bits: float) -> float:
+    """Bits above 2 that a head may spend on a key; (2.3 - 2) * 80 is a hair less than 24 in floating point."""
+    return (target_bits - TIER_BITS[0]) * dim + 1e-6
 
 
 @dataclass(frozen=True)
