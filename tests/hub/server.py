@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""A Hub on loopback: as much of its HTTP protocol as huggingface_hub uses for model repositories, in memory.
+"""A Hub on loopback: as much of its HTTP protocol as huggingface_hub uses for models and Spaces, in memory.
 
 The token `hf_user_NAME` belongs to the user NAME. What the real Hub answers where is noted at each route.
 """
@@ -66,7 +66,8 @@ class Hub(ThreadingHTTPServer):
 
 def route(methods: str, pattern: str) -> Callable[[Callable], Callable]:
     def add(function: Callable) -> Callable:
-        pattern_ = pattern.replace("ID", r"(?P<repo_id>[^/]+/[^/]+)").replace("REV", r"(?P<rev>[^/]+)")
+        pattern_ = pattern.replace("/api/models/ID", "/api/(?:models|spaces)/ID").replace("^ID", "(?:/spaces)?/ID")
+        pattern_ = pattern_.replace("ID", r"(?P<repo_id>[^/]+/[^/]+)").replace("REV", r"(?P<rev>[^/]+)")
         ROUTES.append((methods, re.compile(pattern_), function))
         return function
 
@@ -113,7 +114,8 @@ class Handler(BaseHTTPRequestHandler):
     def repo(self, repo_id: str, write: bool = False) -> Repo:
         """A repository, if the user may see it: a hidden one is reported as missing."""
         repo = self.server.repos.get(repo_id)
-        if repo is None or repo.private and self.user != repo.owner:
+        is_other = repo is not None and repo.kind != ("space" if "/spaces/" in self.path else "model")
+        if repo is None or is_other or repo.private and self.user != repo.owner:
             raise HubError(404 if self.user else 401, "RepoNotFound", "Repository not found")
         if write and self.user != repo.owner and "create_pr" not in self.query:
             raise HubError(403 if self.user else 401, None, "You have no permission to write here")
@@ -137,13 +139,17 @@ def create(self: Handler) -> None:
     repo_id = f"{asked.get('organization') or self.user}/{asked['name']}"
     if self.user is None:
         raise HubError(401, None, "Invalid username or password.")
-    url = {"url": f"{self.server.url}/{repo_id}"}
+    spaces = "spaces/" if asked.get("type") == "space" else ""
+    url = {"url": f"{self.server.url}/{spaces}{repo_id}"}
     if repo_id in self.server.repos:
         return self.answer({"error": "You already created this model repo", **url}, 409)
     if repo_id.split("/")[0] != self.user:
         raise HubError(403, None, "You have no rights to create a model under this namespace")
     private = asked.get("visibility") == "private" or bool(asked.get("private"))
-    self.server.add(repo_id, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private)
+    kind = asked.get("type") or "model"
+    if kind == "space" and not asked.get("sdk"):
+        raise HubError(400, None, "A Space needs an sdk")
+    self.server.add(repo_id, {".gitattributes": b"*.safetensors filter=lfs\n"}, private=private, kind=kind)
     self.answer(url)
 
 
@@ -156,7 +162,28 @@ def validate(self: Handler) -> None:
 def info(self: Handler, repo_id: str, rev: str | None) -> None:
     sha, files = self.contents(repo_id, rev or "main")
     siblings = [{"rfilename": path} for path in files]
-    self.answer({"id": repo_id, "modelId": repo_id, "sha": sha, "siblings": siblings, "private": False, "tags": []})
+    self.answer(
+        {
+            "id": repo_id,
+            "modelId": repo_id,
+            "sha": sha,
+            "siblings": siblings,
+            "tags": [],
+            "private": self.server.repos[repo_id].private,
+        }
+    )
+
+
+@route("POST", "/api/spaces/ID/(?P<what>variables|hardware)")
+def settings(self: Handler, repo_id: str, what: str) -> None:
+    repo, asked = self.repo(repo_id, write=True), json.loads(self.body)
+    if what == "variables":
+        repo.variables[asked["key"]] = asked["value"]
+        return self.answer({key: {"key": key, "value": value} for key, value in repo.variables.items()})
+    if asked["flavor"] != "cpu-basic" and not repo.owner.endswith("pro"):
+        raise HubError(402, None, "Payment required")
+    repo.hardware = asked["flavor"]
+    self.answer({"stage": "BUILDING", "hardware": {"current": None, "requested": repo.hardware}})
 
 
 @route("GET", "/api/models/ID/tree/REV(?P<sub>/.*)?")
@@ -202,7 +229,7 @@ def preupload(self: Handler, repo_id: str, rev: str) -> None:
     )
 
 
-@route("POST", r"/ID\.git/info/lfs/objects/batch")
+@route("POST", r"^ID\.git/info/lfs/objects/batch")
 def lfs_batch(self: Handler, repo_id: str) -> None:
     objects = []
     for item in json.loads(self.body)["objects"]:
@@ -261,7 +288,7 @@ def commit(self: Handler, repo_id: str, rev: str) -> None:
     self.answer({"success": True, "commitOid": sha, "commitUrl": f"{url}/commit/{sha}", **pull})
 
 
-@route("GET|HEAD", "/ID/resolve/REV/(?P<path>.+)")
+@route("GET|HEAD", "^ID/resolve/REV/(?P<path>.+)")
 def resolve(self: Handler, repo_id: str, rev: str, path: str) -> None:
     if self.repo(repo_id).gated:
         raise HubError(403 if self.user else 401, "GatedRepo", "Access to this model is restricted")

@@ -38,6 +38,10 @@ class Repo:
     owner: str
     private: bool = False
     gated: bool = False
+    kind: str = "model"
+    #: Of a Space.
+    variables: dict[str, str] = field(default_factory=dict)
+    hardware: str = "cpu-basic"
     commits: dict[str, dict[str, Entry]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
 
