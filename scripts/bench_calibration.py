@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from tables import print_table, write_csv
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_kvq import PMKVQConfig
@@ -39,6 +38,7 @@ from hf_kvq.calibration import (
     tune_thresholds,
 )
 from hf_kvq.calibration.smoothing import smooth
+from tables import print_table, write_csv
 
 
 T = TypeVar("T")

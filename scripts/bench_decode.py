@@ -23,12 +23,12 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from tables import print_table, write_csv
 from tqdm.auto import tqdm
 from transformers import Cache, DynamicCache, LlamaConfig, QuantizedCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import hf_kvq
+from tables import print_table, write_csv
 
 
 # [queries, keys, values] -> attention output, for one step of one layer.

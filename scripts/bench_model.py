@@ -19,13 +19,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tables import print_table, write_csv
 from tqdm.auto import tqdm
 from transformers import AttentionInterface, Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
 import hf_kvq
 from hf_kvq.bundled import load_model
 from hf_kvq.registration import cache_argument
+from tables import print_table, write_csv
 
 
 def packed_query_attention(

@@ -14,14 +14,14 @@ import argparse
 from pathlib import Path
 
 import torch
-from tables import print_table, write_csv
-from texts import split_text
 
 from hf_kvq import MixKVQCache, MixKVQConfig
 from hf_kvq.bundled import load_model
 from hf_kvq.calibration import pareto_front, token_blocks, tune_thresholds, write_trials
 from hf_kvq.calibration.thresholds import numbers_per_token, request_bytes
 from hf_kvq.evaluation import compare_fidelity
+from tables import print_table, write_csv
+from texts import split_text
 
 
 TARGETS = (2.0, 2.25, 2.5, 3.0, 4.0)

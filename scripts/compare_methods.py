@@ -17,12 +17,12 @@ import re
 from pathlib import Path
 
 import torch
-from tables import print_table, read_csv, write_csv
 
 from hf_kvq import KVQCache, MixKVQCache
 from hf_kvq.bundled import bundled_text, load_model
 from hf_kvq.evaluation import compare_fidelity
 from hf_kvq.evaluation.methods import Method, exact_cache
+from tables import print_table, read_csv, write_csv
 
 
 _BITS = (2.25, 2.5, 3.0)

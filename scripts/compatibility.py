@@ -16,9 +16,9 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 import pytest  # noqa: E402
 import transformers  # noqa: E402
-from tables import markdown  # noqa: E402
 
 from families import FAMILIES, QUANTIZED, TITLES, Family  # noqa: E402
+from tables import markdown  # noqa: E402
 
 
 PAGE = ROOT / "docs" / "compatibility.md"

@@ -9,13 +9,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from tables import read_csv
-from texts import split_text
 from transformers import AutoConfig
 
 from hf_kvq import KVQPlan, MixKVQConfig, PMKVQConfig
 from hf_kvq.bundled import bundled_model_path, load_model
 from hf_kvq.hub.cards import page
+from tables import read_csv
+from texts import split_text
 
 
 ROOT = Path(__file__).parent.parent
