@@ -83,7 +83,8 @@ then halves its bits in place, 16 → 8 → 4 → 2; `mixkvq` gives more bits to
 Press **Compare** and watch: colours are bits, and text is marked from the first word that differs.
 """
 FOOTER = """In short answers most tokens are still in the exact window, so little is saved yet; the calculator shows
-long ones. `pmkvq` sets its budget aside from the first token on. In code, all it takes is
+long ones. `pmkvq` sets its budget aside from the first token on, and has groups of 32 here, so that widths change
+early. In code, all it takes is
 `model.generate(..., cache_implementation="pmkvq")`."""
 
 
@@ -145,6 +146,7 @@ def watch(
             if time.monotonic() - shown > SECONDS:
                 yield picture("Writing …")
                 shown = time.monotonic()
+        _release(lanes)
         for done in measure(model, request, lanes):
             if time.monotonic() - shown > SECONDS:
                 yield picture(f"Measuring how far the caches are from the ordinary one: {done:.0%}")
@@ -155,9 +157,8 @@ def watch(
     except (ValueError, TypeError, RuntimeError) as error:
         raise gr.Error(_in_words(error)) from error
     finally:
-        # The caches go at once, also when the visitor has stopped or left.
-        for lane in lanes:
-            lane.cache = None
+        # Also when the visitor has stopped or left.
+        _release(lanes)
 
 
 def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> gr.Blocks:
@@ -242,6 +243,12 @@ def build(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str)
         with gr.Tab("Calculator"):
             calculator_tab()
     return app
+
+
+def _release(lanes: list) -> None:
+    """Let the caches go; what they held is noted."""
+    for lane in lanes:
+        lane.cache = None
 
 
 def _summary(request: Request, lanes: list) -> str:

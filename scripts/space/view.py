@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from compare import ORDINARY, Lane
 from hf_kvq.cli.report import describe_widths, format_bytes
+from hf_kvq.presets import resolve
 
 
 # Legible on a light and on a dark page.
@@ -102,12 +103,15 @@ def _card(lane: Lane, ordinary: Lane, tokenizer: PreTrainedTokenizerBase, most: 
     if lane is not ordinary:
         facts.append(("first other token", "none yet" if lane.differs_at is None else f"{lane.differs_at + 1}"))
         facts.append(("KL", "at the end" if lane.kl is None else f"{lane.kl:.2g}"))
+    now = describe_widths(snapshot.bits)
+    if resolve(lane.name)[0] == "mixkvq" and snapshot.packed:
+        now += ", the key channels that matter at 4 and 16"
     tiles = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     return (
         f'<section class="kvq-card" aria-label="{title}"><h3>{title}</h3>'
         f"{heat_map(lane.history, snapshot.tokens, most)}"
         f'<div class="kvq-bar" role="img" aria-label="{share:.0%} of the bytes of an ordinary cache at the end">'
-        f'<i style="width:{min(share, 1):.1%}"></i></div><p class="kvq-now">{describe_widths(snapshot.bits)}</p>'
+        f'<i style="width:{min(share, 1):.1%}"></i></div><p class="kvq-now">{now}</p>'
         f'<dl>{tiles}</dl><div class="kvq-text">{_text(lane, tokenizer)}</div></section>'
     )
 

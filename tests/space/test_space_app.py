@@ -90,6 +90,7 @@ def test_a_budget_and_a_length_are_the_budget(client):
     ("changes", "message"),
     [
         ({"prompt": "  "}, "Write a prompt first"),
+        ({"prompt": "w" * 20_001}, "20,001 characters; at most 20,000"),
         ({"prompt": "w1 " * 1025}, "The prompt has 1,025 tokens; at most 1,024 work here"),
         ({"names": []}, "Choose one to 3 caches"),
         ({"names": ["pmkvq", "mixkvq", "kivi", "kvq"]}, "Choose one to 3 caches"),
@@ -207,3 +208,16 @@ def test_a_full_gpu_is_said(tokenizer, monkeypatch):
     wanted = space.make_request(tiny_model(), tokenizer, PROMPT, ["kivi"], {}, None, new_tokens=4)
     with pytest.raises(gradio.Error, match="The GPU is full"):
         list(space.watch(tiny_model(), tokenizer, wanted))
+
+
+@pytest.mark.parametrize("note", ["Writing", "Measuring"])
+def test_whoever_leaves_frees_the_caches(tokenizer, monkeypatch, note):
+    monkeypatch.setattr(space, "SECONDS", 0)
+    before = living_caches()
+    wanted = space.make_request(tiny_model(), tokenizer, PROMPT, ["pmkvq"], {}, None, new_tokens=32)
+    visit = space.watch(tiny_model(), tokenizer, wanted)
+    assert any(note in shown for shown, _ in visit)
+    # Those of the answers are gone by the time that new ones are measured.
+    assert living_caches() == before + 1
+    visit.close()
+    assert living_caches() == before

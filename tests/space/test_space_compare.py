@@ -196,3 +196,9 @@ def test_bars_are_shares_of_the_ordinary_cache_in_the_end(lanes):
     shares = [float(share) for share in re.findall(r'<i style="width:([\d.]+)%"></i></div>', page(lanes, Words(), 71))]
     held = [lane.snapshot.held for lane in lanes]
     assert shares == [pytest.approx(100 * min(n / held[0], 1), abs=0.06) for n in held]
+
+
+def test_tiers_are_not_hidden(lanes):
+    shown = page(lanes, Words(), 72)
+    assert shown.count("the key channels that matter at 4 and 16") == 1
+    assert "matter" not in page(next(race(tiny_model(), request())), Words(), 72)
