@@ -117,7 +117,7 @@ def calculator_tab() -> None:
                             placeholder='{"model_type": "llama", "num_hidden_layers": 32, ...}')  # fmt: skip
     calculate = gr.Button("Calculate", variant="primary")
     shown = gr.HTML(_report_of(_FIRST, "", 24, 32768, 1), label="Sizes and what fits")
-    calculate.click(_report_of, [name, pasted, gpu, tokens, batch], shown, api_name="calculate")
+    calculate.click(_report_of, [name, pasted, gpu, tokens, batch], shown, api_name="calculate", concurrency_limit=4)
 
 
 def _report_of(name: str, pasted: str, gpu_gb: float, tokens: float, batch: float) -> str:

@@ -31,6 +31,8 @@ from hf_kvq.estimate import ExactLayer, config_dtype, model_shapes, weight_bytes
 MOST_BYTES = 200_000
 #: Largest number in a config, and of what a model has many: each of those takes time here.
 MOST, MOST_PARTS = 2**31, 512
+#: Most experts of all layers together; the largest models known have about 25,000.
+MOST_EXPERTS = 2**15
 _PARTS = re.compile(r"layer|block|expert|depth|stage")
 _LOADS = re.compile(r"^_|auto_map|implementation|quantization|backbone|pretrained|use_kernel|hub_kernel|custom_")
 _ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}")
@@ -167,13 +169,27 @@ def _checked(value: Any, name: str = "", depth: int = 0) -> Any:
     if depth > 8:
         raise ValueError("This config is nested too deeply.")
     if isinstance(value, dict):
-        return {key: _checked(item, key, depth + 1) for key, item in value.items() if not _LOADS.search(key)}
+        checked = {key: _checked(item, key, depth + 1) for key, item in value.items() if not _LOADS.search(key)}
+        _check_product(checked)
+        return checked
     if isinstance(value, list):
         if len(value) > 4096:
             raise ValueError(f"{name} lists {len(value):,} values; at most 4,096 are read here.")
         return [_checked(item, "", depth + 1) for item in value]
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
         most = MOST_PARTS if _PARTS.search(name) and "size" not in name and "dim" not in name else MOST
-        if abs(value) > most:
+        # Not a number is in no range.
+        if not abs(value) <= most:
             raise ValueError(f"{name} is {value:,}; at most {most:,} is read here.")
     return value
+
+
+def _check_product(config: dict[str, Any]) -> None:
+    """Each expert of each layer is a module of its own in some models, and building them takes time."""
+
+    def count(pattern: str) -> int:
+        found = [value for name, value in config.items() if re.search(pattern, name) and isinstance(value, int)]
+        return max(found, default=1)
+
+    if count("layers?$") * count("experts$") > MOST_EXPERTS:
+        raise ValueError(f"All layers together have more than {MOST_EXPERTS:,} experts; that many are not read here.")
