@@ -7,7 +7,7 @@ Any other option of the cache goes with a preset, first and last layers at a hig
 what those gain must not be taken for a method's own merit. Some methods are not here, as they are no way of writing
 down K and V. MiKV lets tokens change their width with the attention they get, so stored data would be quantized
 anew. KVQuant wants keys before RoPE, learned levels and sparse outliers, thus kernels of its own. Quest chooses what
-to read, not how to store it.
+to read, not how to store it. `hf_kvq.evaluation.simulated` has the last two, for comparison only.
 """
 
 from __future__ import annotations

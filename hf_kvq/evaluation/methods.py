@@ -18,6 +18,7 @@ from ..cache import KVHandle, KVQCache
 from ..cache.base import stock_layers
 from ..presets import resolve
 from ..registration import CACHES, NAMES
+from .simulated import SIMULATED
 
 
 #: transformers' quantized caches by backend, and whether they are there: two need a package, one a new transformers.
@@ -35,7 +36,8 @@ class Method:
     """A cache to compare.
 
     Args:
-        cache: a cache implementation of hf_kvq or a preset, or "quanto", "hqq" or "fp8" for transformers' own.
+        cache: a cache implementation of hf_kvq or a preset, "quanto", "hqq" or "fp8" for transformers' own, or a name
+            of `hf_kvq.evaluation.simulated`.
         options: its options.
         label: what reports call it; the default says the cache and its options.
     """
@@ -45,14 +47,15 @@ class Method:
     label: str = ""
 
     def __post_init__(self):
-        known = [*NAMES, *STOCK]
+        known = [*NAMES, *STOCK, *SIMULATED]
         if self.cache not in known:
             near = difflib.get_close_matches(self.cache, known, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
             raise ValueError(f"unknown method {self.cache!r}; {hint}")
         if not self.label:
             given = ", ".join(f"{key}={_brief(value)}" for key, value in self.options.items())
-            object.__setattr__(self, "label", f"{self.cache}: {given}" if given else self.cache)
+            name = f"{self.cache} (simulated)" if self.cache in SIMULATED else self.cache
+            object.__setattr__(self, "label", f"{name}: {given}" if given else name)
 
     @property
     def is_available(self) -> bool:
@@ -73,8 +76,8 @@ class Method:
         """
         config = model.config.get_text_config(decoder=True)
         name, options = resolve(self.cache, dict(self.options))
-        if name in CACHES:
-            return _rounding(CACHES[name], model)(model.config, options, max_length=max_length)
+        if cache_class := {**CACHES, **SIMULATED}.get(name):
+            return _rounding(cache_class, model)(model.config, options, max_length=max_length)
         return _rounding(QuantizedCache, model)(self.cache, config, **self.options)
 
 

@@ -2,7 +2,7 @@
 """Ready-made lists of methods: an overview, and the ablations of the papers that these caches can do.
 
 Those that turn on calibration (block-wise allocation, positional interpolation) compare plans: give several as
-`pmkvq:plan=FOLDER`. Other ways to shrink than the equivalent right shift are not implemented.
+`pmkvq:plan=FOLDER`. What is no way for our caches to store data is simulated, see `hf_kvq.evaluation.simulated`.
 """
 
 from __future__ import annotations
@@ -48,6 +48,31 @@ SUITES: dict[str, list[Method]] = {
     "paper-progressive": [
         *_ablation("pmkvq", "fbit", (8, 4, 2)),
         *(Method("pmkvq", {"fbit": bits, "initial_bits": bits}) for bits in (8, 4, 2)),
+    ],
+    "anchors": [
+        Method("kvq"),
+        Method("pmkvq", {"fbit": 4, "sink_tokens": 4}),
+        Method("pmkvq", {**_FOUR, "sink_tokens": 4}),
+        Method("quest", {**_FOUR, "sink_tokens": 4}),
+        *_ablation("mixkvq", "importance", ("query", "none"), target_bits=2.25),
+    ],
+    "paper-shrink": [
+        *(Method("pmkvq", bits) for bits in (_FOUR, _TWO)),
+        *(
+            Method("shrink", {**bits, "strategy": strategy})
+            for bits in (_FOUR, _TWO)
+            for strategy in ("equivalent", "modified", "direct")
+        ),
+    ],
+    "paper-kvquant": [
+        *_ablation("kvquant", "sink_tokens", (1, 4)),
+        Method("pmkvq", {**_TWO, "sink_tokens": 4}),
+        Method("pmkvq", {**_TWO, "sink_tokens": 4, "key_clip": 0.75, "value_clip": 0.75}),
+        Method("kvq"),
+    ],
+    "paper-quest": [
+        Method("pmkvq", {**_FOUR, "sink_tokens": 4}),
+        *_ablation("quest", "budget", (256, 512, 1024), **_FOUR, sink_tokens=4),
     ],
     "paper-keys": [
         Method("pmkvq", {**bits, "key_codec": codec}) for bits in (_FOUR, _TWO) for codec in ("channel", "token")
