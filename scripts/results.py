@@ -14,9 +14,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tables import markdown, read_csv
-
+from hf_kvq.evaluation.anchors import anchors
 from hf_kvq.evaluation.write import charts, section
+from tables import markdown, read_csv
 
 
 ROOT = Path(__file__).parent.parent
@@ -42,6 +42,13 @@ COLUMNS = {
     "same tokens": "tokens of a greedy continuation before the first that differs",
     "attention error": "‖output − exact‖ / ‖exact‖ of attention layers, each fed with the exact model's hidden states",
 }
+
+ANCHORS = """### Sanity anchors
+
+What must hold whatever the numbers are; KL on the text. A text that does not outgrow its budget must profit from a
+progressive width. PM-KVQ ranks its ways to shrink by results at 4 bits. The modified one puts its b-bit levels where
+ranges clipped to 1 - 2^-b would have theirs (`key_clip`, `value_clip`: 0.75 at 2 bits); where clipping helps, so does
+that."""
 
 #: Title, file, what was done to get it.
 TABLES = (
@@ -82,6 +89,13 @@ def evaluations(folder: Path) -> tuple[list[str], dict[str, str]]:
         parts.append(f"### {path.stem.removeprefix('eval_')}\n\n{section(report, f'results/{prefix}')}")
         files |= {f"{prefix}{name}.svg": text for name, text in charts(report).items()}
     return parts, files
+
+
+def sanity(folder: Path) -> str:
+    """The table of anchors over all eval_*.json."""
+    paths = sorted(folder.glob("eval_*.json"))
+    reports = {path.stem.removeprefix("eval_"): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    return anchors(reports)
 
 
 def harness(folder: Path) -> list[str]:
@@ -127,6 +141,7 @@ def build(folder: Path) -> dict[str, str]:
         markdown(["column", "what it is"], *COLUMNS.items()) + "\n",
         "## Caches compared\n\n`hf-kvq eval MODEL --report out`; where ours are beaten comes first.\n",
         *(sections or [f"{EMPTY}\n"]),
+        f"{ANCHORS}\n\n{sanity(folder)}\n",
         f"### Larger models, on a GPU\n\n{EMPTY} `hf-kvq eval MODEL --dtype bfloat16 --tokens 32768 --report out`; "
         "the place of results.json is `docs/results/eval_NAME.json`.\n",
         "## Long reasoning\n\nBy `python -m hf_kvq.evaluation.harness`, sampled at temperature 0.6, top-p 0.95; the "
