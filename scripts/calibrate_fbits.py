@@ -20,8 +20,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from tables import print_table, write_csv
-from texts import split_text
 from transformers import PreTrainedModel
 
 from hf_kvq import KVQPlan, PMKVQConfig
@@ -37,6 +35,8 @@ from hf_kvq.calibration import (
 )
 from hf_kvq.evaluation import Fidelity, compare_fidelity
 from hf_kvq.evaluation.methods import Method, exact_cache
+from tables import print_table, write_csv
+from texts import split_text
 
 
 #: Schedules by their initial width.
@@ -184,7 +184,7 @@ def main() -> None:
     parser.add_argument("--measured-samples", type=int, default=1, help="those that single layers are tried on")
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 8192], help="tokens of the texts")
     parser.add_argument("--schedules", choices=tuple(SCHEDULES), nargs="+", default=list(SCHEDULES))
-    parser.add_argument("--texts", type=int, default=2, help="texts of each length")
+    parser.add_argument("--texts", type=int, nargs="+", default=[2, 1], help="how many of each length")
     parser.add_argument("--chunk", type=int, default=128, help="tokens per forward")
     parser.add_argument("--checkpoint", type=Path, help="folder of finished samples, to go on from")
     parser.add_argument("--out", type=Path, default=Path("docs/results"))
@@ -222,11 +222,11 @@ def main() -> None:
         for i, layer in enumerate(first.layers)
     ]
     write_csv(args.out / "sensitivity.csv", by_layer)
-    for length in args.lengths:
+    for length, count in zip(args.lengths, args.texts, strict=True):
         runs = [run for run in allocations(found, length) if run.schedule in args.schedules]
         if length == args.lengths[0]:
             plot(found, runs, args.out / "calibration.png")
-        texts = [ids[:, i * length : (i + 1) * length] for i in range(args.texts)]
+        texts = [ids[:, i * length : (i + 1) * length] for i in range(count)]
         rows = compare(model, texts, runs + smoothed, args.chunk)
         write_csv(args.out / f"calibration_{length}.csv", rows)
         print_table(rows, "fbit")
