@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from conftest import save_with_words, tiny_model
 from hf_kvq import KVQCache, KVQPlan, MixKVQConfig, PMKVQConfig
+from hf_kvq.registration import cache_argument
 
 
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
@@ -60,7 +61,8 @@ def alone(tokenizer, name, options, prompt=PROMPT, new_tokens=64):
     """What `generate` says with one cache."""
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     cache = new_cache(name, tiny_model(), options, ids.shape[1] + new_tokens)
-    out = tiny_model().generate(ids, max_new_tokens=new_tokens, do_sample=False, cache=cache, eos_token_id=None)
+    given = {cache_argument(tiny_model()): cache, "do_sample": False, "eos_token_id": None}
+    out = tiny_model().generate(ids, max_new_tokens=new_tokens, **given)
     return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
