@@ -24,6 +24,7 @@ from tokenizers import decoders, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BatchEncoding,
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -105,6 +106,14 @@ def load_model(name: str, **kwargs: Any) -> tuple[PreTrainedModel, PreTrainedTok
     path = str(bundled_model_path()) if name == "bundled" else name
     tokenizer = AutoTokenizer.from_pretrained(path, **{key: kwargs[key] for key in _HUB_ARGS & kwargs.keys()})
     return AutoModelForCausalLM.from_pretrained(path, **kwargs).eval(), tokenizer
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
+    """The prompt as its model expects it, [1, tokens]: as a message of a chat, if it is a chat model."""
+    if tokenizer.chat_template is None:
+        return tokenizer(prompt, return_tensors="pt")
+    messages = [{"role": "user", "content": prompt}]
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 
 
 def _build_model(work: Path, out: Path) -> None:

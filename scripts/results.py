@@ -80,22 +80,14 @@ WANTED = (
 )
 
 
-def evaluations(folder: Path) -> tuple[list[str], dict[str, str]]:
-    """A section for each eval_*.json, and the plots they show."""
+def evaluations(reports: dict[str, dict[str, Any]]) -> tuple[list[str], dict[str, str]]:
+    """A section for each report, and the plots they show."""
     parts, files = [], {}
-    for path in sorted(folder.glob("eval_*.json")):
-        report = json.loads(path.read_text(encoding="utf-8"))
-        prefix = f"{path.stem}_"
-        parts.append(f"### {path.stem.removeprefix('eval_')}\n\n{section(report, f'results/{prefix}')}")
-        files |= {f"{prefix}{name}.svg": text for name, text in charts(report).items()}
+    for name, report in reports.items():
+        prefix = f"eval_{name}_"
+        parts.append(f"### {name}\n\n{section(report, f'results/{prefix}')}")
+        files |= {f"{prefix}{chart}.svg": text for chart, text in charts(report).items()}
     return parts, files
-
-
-def sanity(folder: Path) -> str:
-    """The table of anchors over all eval_*.json."""
-    paths = sorted(folder.glob("eval_*.json"))
-    reports = {path.stem.removeprefix("eval_"): json.loads(path.read_text(encoding="utf-8")) for path in paths}
-    return anchors(reports)
 
 
 def harness(folder: Path) -> list[str]:
@@ -135,13 +127,15 @@ def table(folder: Path, title: str, name: str, how: str) -> str:
 
 def build(folder: Path) -> dict[str, str]:
     """The files to write: `results.md`, which lies next to the folder, and plots, in it."""
-    sections, files = evaluations(folder)
+    paths = sorted(folder.glob("eval_*.json"))
+    reports = {path.stem.removeprefix("eval_"): json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    sections, files = evaluations(reports)
     parts = [
         INTRO,
         markdown(["column", "what it is"], *COLUMNS.items()) + "\n",
         "## Caches compared\n\n`hf-kvq eval MODEL --report out`; where ours are beaten comes first.\n",
         *(sections or [f"{EMPTY}\n"]),
-        f"{ANCHORS}\n\n{sanity(folder)}\n",
+        f"{ANCHORS}\n\n{anchors(reports)}\n",
         f"### Larger models, on a GPU\n\n{EMPTY} `hf-kvq eval MODEL --dtype bfloat16 --tokens 32768 --report out`; "
         "the place of results.json is `docs/results/eval_NAME.json`.\n",
         "## Long reasoning\n\nBy `python -m hf_kvq.evaluation.harness`, sampled at temperature 0.6, top-p 0.95; the "

@@ -61,3 +61,8 @@ class PagedBody:
     def select(self, indices: torch.Tensor) -> None:
         """Keep, repeat or reorder rows."""
         self.data = self.data.index_select(0, indices)
+
+
+def with_reserve(needed: int, held: int) -> int:
+    """Room to make where `needed` exceeds the `held` so far: a sixteenth more, so that copies stay rare."""
+    return max(needed, held + held // 16)

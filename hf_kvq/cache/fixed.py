@@ -9,7 +9,7 @@ import torch
 
 from ..ops import require_kernel
 from ..transforms import HadamardRotation
-from .body import PagedBody
+from .body import PagedBody, with_reserve
 from .layer import KVQLayer
 from .layout import LayerLayout, LayerShape, block_codecs
 from .padding import Padding
@@ -88,7 +88,7 @@ class FixedLayer(KVQLayer):
         size = self.layout.page_bytes(self.initial_bits)
         held = self.body.row_bytes // size
         if pages > held:
-            self.body.resize(max(pages, held * 17 // 16) * size)
+            self.body.resize(with_reserve(pages, held) * size)
 
 
 def room_for(pages: int, per_page: int = 1) -> int:
@@ -96,5 +96,5 @@ def room_for(pages: int, per_page: int = 1) -> int:
     room = 0
     while room < pages * per_page:
         held = room // per_page * per_page
-        room = max(held + per_page, held + held // 16)
+        room = with_reserve(held + per_page, held)
     return room

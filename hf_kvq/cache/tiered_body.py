@@ -10,7 +10,7 @@ import torch
 
 from ..codecs.tiered import TieredBlock, TieredKeyCodec
 from ..ops import encode_blocks, encode_tiers
-from .body import PagedBody
+from .body import PagedBody, with_reserve
 from .layout import LayerLayout
 
 
@@ -70,7 +70,7 @@ class Records:
         buffer, stop = self.buffers[name], start + len(new)
         if stop > len(buffer):
             with torch.inference_mode(False):
-                grown = buffer.new_empty(max(stop, start + start // 16), *buffer.shape[1:])
+                grown = buffer.new_empty(with_reserve(stop, start), *buffer.shape[1:])
             grown[:start] = buffer[:start]
             self.buffers[name] = buffer = grown
         buffer[start:stop] = new

@@ -27,7 +27,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from ..bundled import load_model
+from ..bundled import encode_prompt, load_model
 from ..cache import BudgetExceededError, MixKVQCache
 from ..hub import PlanError, PlanUnavailableError
 from ..hub.discovery import options_for
@@ -155,14 +155,7 @@ def _new_cache(name: str, config: PretrainedConfig, options: dict[str, Any], max
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> BatchEncoding:
-    """The prompt as the model expects it: as a message of a chat, if it is a chat model."""
-    if tokenizer.chat_template is None:
-        inputs = tokenizer(prompt, return_tensors="pt")
-    else:
-        messages = [{"role": "user", "content": prompt}]
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
+    inputs = encode_prompt(tokenizer, prompt)
     if not inputs["input_ids"].numel():
         raise CommandError("--prompt is empty, and this model needs at least one token to start from", status=2)
     return inputs

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from calculator import calculator_tab
 from compare import Request, applicable, measure, race
 from hf_kvq import KVQPlan
-from hf_kvq.bundled import load_model
+from hf_kvq.bundled import encode_prompt, load_model
 from hf_kvq.registration import NAMES
 from plans import plan_from_files, plan_from_hub
 from view import numbers, page
@@ -110,22 +110,12 @@ def make_request(
         raise ValueError(f"Choose one to {MOST_CACHES} caches to compare with the ordinary one.")
     if plan is not None and plan.method not in names:
         raise ValueError(f"This is a {plan.method} plan; choose {plan.method} among the caches.")
-    ids = encode(tokenizer, prompt)
+    ids = encode_prompt(tokenizer, prompt)["input_ids"]
     if ids.shape[1] > MOST_PROMPT_TOKENS:
         raise ValueError(f"The prompt has {ids.shape[1]:,} tokens; at most {MOST_PROMPT_TOKENS:,} work here.")
     ends = model.generation_config.eos_token_id
     stop = frozenset([ends] if isinstance(ends, int) else ends or [])
     return Request(ids, {name: applicable(name, options, plan) for name in names}, stop=stop, **settings)
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str) -> torch.Tensor:
-    """[1, tokens]; as a message of a chat, if it is a chat model."""
-    if tokenizer.chat_template is None:
-        return tokenizer(prompt, return_tensors="pt").input_ids
-    messages = [{"role": "user", "content": prompt}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")[
-        "input_ids"
-    ]
 
 
 def watch(
