@@ -16,6 +16,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..bundled import encode_prompt
 from ..registration import cache_argument
 from .estimates import Estimate, bootstrap, share
 from .methods import EXACT, Method, exact_cache
@@ -154,7 +155,8 @@ def generate_answers(
         seed: of sampling.
         desc: label of a progress bar; None for no bar.
     """
-    prompts = [_encode(tokenizer, problem.question) for problem in problems for _ in range(sampling.samples)]
+    questions = [encode_prompt(tokenizer, problem.question)["input_ids"][0].tolist() for problem in problems]
+    prompts = [ids for ids in questions for _ in range(sampling.samples)]
     config = GenerationConfig(
         max_new_tokens=sampling.answer_tokens,
         do_sample=True,
@@ -232,13 +234,6 @@ def _same_as(gold: str) -> Check:
 
 def _plain(text: str) -> str:
     return re.sub(r"[\s$,]|\.0*$|\.$", "", text).lower()
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, question: str) -> list[int]:
-    if tokenizer.chat_template is None:
-        return tokenizer(question).input_ids
-    messages = [{"role": "user", "content": question}]
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
 
 
 def _generate(
