@@ -15,6 +15,7 @@ from .codecs import WIDTHS
 T = TypeVar("T", bound="Options")
 
 KeyCodec = Literal["token", "channel"]
+KeyShrink = Literal["centered", "equivalent"]
 TransformName = Literal["none", "hadamard", "hadamard_kv", "lambda"]
 ValueTransform = Literal["none", "hadamard"]
 Overflow = Literal["grow", "error"]
@@ -83,6 +84,9 @@ class PMKVQConfig(Options):
         group_size: elements that share one (min, max): channels of a token, or tokens of a channel.
         key_codec: "channel" (groups along the tokens of a key channel, best at equal bytes) or "token" (as in the
             paper). Values are always quantized per token.
+        key_shrink: how keys go from 4 to 2 bits. "centered": to the quarter of its group's range that a code lies in,
+            whose center it then stands for. "equivalent": as in the paper, and as all else is shifted, to four levels
+            from the group's minimum to its maximum; costs several times the KL.
         transform: "none"; "hadamard" to rotate the values of each head before quantization; "hadamard_kv" to rotate
             keys as well, which ruins models whose keys have a bias; or "lambda" to smooth the keys by the factors of a
             plan, for key_codec="token" only: groups along a channel do not see its scale.
@@ -106,6 +110,7 @@ class PMKVQConfig(Options):
     window: int = 128
     group_size: int = 128
     key_codec: KeyCodec = "channel"
+    key_shrink: KeyShrink = "centered"
     transform: TransformName = "none"
     key_clip: float = 1.0
     value_clip: float = 1.0
@@ -125,6 +130,7 @@ class PMKVQConfig(Options):
         _check_int("group_size", self.group_size, 1)
         _check_int("boundary_layers", self.boundary_layers, 0)
         _check_choice("key_codec", self.key_codec, get_args(KeyCodec))
+        _check_choice("key_shrink", self.key_shrink, get_args(KeyShrink))
         _check_choice("transform", self.transform, get_args(TransformName))
         for name in ("key_clip", "value_clip"):
             _check_share(name, getattr(self, name))

@@ -34,6 +34,10 @@ RUNS: dict[str, list[Method]] = {
         *(Method("pmkvq", {"fbit": n, "initial_bits": n}, f"pmkvq, fixed {n}") for n in (8, 4, 2)),
         Method("pmkvq", {"fbit": 2, "initial_bits": 2, "group_size": 32}, "pmkvq, fixed 2, groups of 32"),
     ],
+    "pmkvq, equivalent shift": [
+        Method("pmkvq", {"fbit": 2, "key_shrink": "equivalent", **more}, f"pmkvq, {way} 2, equivalent shift")
+        for way, more in (("progressive to", {}), ("fixed", {"initial_bits": 2}))
+    ],
     "pmkvq, per-token keys": [
         Method("pmkvq", {"fbit": n, "initial_bits": n, "key_codec": "token"}, f"pmkvq, per-token keys, fixed {n}")
         for n in (4, 2)

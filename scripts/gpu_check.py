@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
+import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -105,10 +106,10 @@ def check_packing(device: str) -> list[str]:
 
     wrong = []
     x = torch.randn(2, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    for axis, bits in ((a, b) for a in ("channel", "token") for b in (8, 4, 2)):
-        codec = BlockCodec(HEADS, TOKENS, DIM, x.dtype, axis, 32, byte_order=(-2, 2))
-        if not torch.equal(quantize_block(x.to(device), bits, axis, 32).cpu(), codec.encode(x, bits)):
-            wrong.append(f"quantize_block {axis} {bits}")
+    for axis, bits, centered in itertools.product(("channel", "token"), (8, 4, 2), (False, True)):
+        codec = BlockCodec(HEADS, TOKENS, DIM, x.dtype, axis, 32, byte_order=(-2, 2), centered=centered)
+        if not torch.equal(quantize_block(x.to(device), bits, axis, 32, centered).cpu(), codec.encode(x, bits)):
+            wrong.append(f"quantize_block {axis} {bits} {'centered' if centered else ''}")
             print("WRONG", wrong[-1])
     return wrong
 

@@ -46,6 +46,13 @@ def narrow(code16: np.ndarray, bits: int) -> np.ndarray:
     return (2 * code16.astype(np.int64) * (2**bits - 1) + 65535) // (2 * 65535)
 
 
+def centered(code16: np.ndarray, low: np.ndarray, high: np.ndarray, dtype: torch.dtype) -> tuple[np.ndarray, ...]:
+    """2-bit codes, each the quarter of the range that its 4-bit code lies in, and (min, max) an eighth further in."""
+    eighth = (high - low) / np.float32(8)
+    edges = (to_numpy(torch.from_numpy(edge).to(dtype)) for edge in (low + eighth, high - eighth))
+    return narrow(code16, 4) // 4, *edges
+
+
 def dequantize(codes: np.ndarray, low: np.ndarray, high: np.ndarray, bits: int, group: int, axis: int) -> np.ndarray:
     """`min + code * (max - min) / (2^bits - 1)`; the step is float32, the rest is rounded once."""
     step = (high - low) / np.float32(2**bits - 1)
@@ -115,6 +122,7 @@ class Rules:
     hadamard_keys: bool = False
     smooth: bool = False
     clips: tuple[float, float] = (1.0, 1.0)
+    centered: bool = True
     initial_bits: int = 16
 
     def options(self, **more: Any) -> dict[str, Any]:
@@ -128,6 +136,7 @@ class Rules:
             "group_size": self.group,
             "key_codec": "channel" if self.channel else "token",
             "transform": self.transform,
+            "key_shrink": "centered" if self.centered else "equivalent",
             "key_clip": self.clips[0],
             "value_clip": self.clips[1],
             "initial_bits": self.initial_bits,
@@ -217,14 +226,22 @@ class Page:
             data = clip(data, rules.clips[is_value], rules.group, axis, rules.dtype)
             self.sides.append((*quantize16(data, rules.group, axis), axis))
 
+    def codes(self, is_value: int, width: int) -> tuple[np.ndarray, ...]:
+        """Codes, minima and maxima of the keys or the values at a width below 16."""
+        code16, low, high, _ = self.sides[is_value]
+        if width == 2 and self.rules.centered and not is_value:
+            return centered(code16, low, high, self.rules.dtype)
+        return narrow(code16, width), low, high
+
     def content(self, bits: int) -> torch.Tensor:
         """All bytes of this page at `bits`: keys' codes, minima, maxima, then the values', as a CPU wants them."""
         pieces = []
-        for is_value, ((code16, low, high, _), width) in enumerate(zip(self.sides, self.rules.sides(bits))):
+        for is_value, width in enumerate(self.rules.sides(bits)):
             if width == 16:
                 pieces.append(self.exact[is_value].contiguous().flatten().view(torch.uint8))
                 continue
-            packed = pack(narrow(code16, width), width, axis=1)
+            codes, low, high = self.codes(is_value, width)
+            packed = pack(codes, width, axis=1)
             pieces.append(torch.from_numpy(cpu_order(packed, is_value).copy()).flatten())
             for ranges in (low, high):
                 pieces.append(torch.from_numpy(ranges).to(self.rules.dtype).flatten().view(torch.uint8))
@@ -233,11 +250,11 @@ class Page:
     def visible(self, bits: int) -> list[torch.Tensor]:
         """Keys and values as attention sees them, [heads, held, dim]."""
         out = []
-        for is_value, ((code16, low, high, axis), width) in enumerate(zip(self.sides, self.rules.sides(bits))):
+        for is_value, ((*_, axis), width) in enumerate(zip(self.sides, self.rules.sides(bits))):
             if width == 16:
                 out.append(self.exact[is_value][:, : self.held])
                 continue
-            x = dequantize(narrow(code16, width), low, high, width, self.rules.group, axis)
+            x = dequantize(*self.codes(is_value, width), width, self.rules.group, axis)
             if self.rules.smooth and not is_value:
                 x = x * key_scale(self.rules)[:, None]
             if self.rules.hadamard and (is_value or self.rules.hadamard_keys):

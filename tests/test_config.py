@@ -18,6 +18,7 @@ GOOD = {
     "group_size": 48,
     "key_codec": "token",
     "transform": "hadamard_kv",
+    "key_shrink": "equivalent",
     "key_clip": 0.9,
     "value_clip": 0.75,
     "boundary_layers": 2,

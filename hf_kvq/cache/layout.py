@@ -74,7 +74,10 @@ class LayerLayout:
         values = HadamardRotation(shape.value_dim) if config.transform.startswith("hadamard") else None
         transforms = (keys if key_scale is None else ChannelScale(key_scale)), values
         clips = (config.key_clip, config.value_clip)
-        codecs = block_codecs(shape, page, config.key_codec, config.group_size, transforms, device_type, clips)
+        centered = config.key_shrink == "centered"
+        codecs = block_codecs(
+            shape, page, config.key_codec, config.group_size, transforms, device_type, clips, centered
+        )
         return cls(shape, config.sink_tokens, config.window, *codecs, floors)
 
     @property
@@ -115,13 +118,14 @@ def block_codecs(
     transforms: tuple[Transform | None, Transform | None],
     device_type: str,
     clips: tuple[float, float] = (1.0, 1.0),
+    centered_keys: bool = False,
 ) -> tuple[BlockCodec, BlockCodec]:
     """Codecs of keys and of values, per token, whose bytes lie as the kernels of `device_type` want them."""
     orders = byte_orders(device_type, shape.key_dim)
-    common = (shape.heads, tokens)
-    return (
-        BlockCodec(*common, shape.key_dim, shape.dtype, key_axis, group_size, transforms[0], orders[0], clips[0]),
-        BlockCodec(*common, shape.value_dim, shape.dtype, "token", group_size, transforms[1], orders[1], clips[1]),
+    sides = ((shape.key_dim, key_axis, centered_keys), (shape.value_dim, "token", False))
+    return tuple(
+        BlockCodec(shape.heads, tokens, dim, shape.dtype, axis, group_size, transform, order, clip, centered)
+        for (dim, axis, centered), transform, order, clip in zip(sides, transforms, orders, clips)
     )
 
 

@@ -3,12 +3,13 @@
 
 from .block import BlockCodec
 from .packing import pack, packed_size, unpack
-from .uniform import WIDTHS, dequantize, equivalent_right_shift, narrow, quantize
+from .uniform import WIDTHS, centered_right_shift, dequantize, equivalent_right_shift, narrow, quantize
 
 
 __all__ = [
     "WIDTHS",
     "BlockCodec",
+    "centered_right_shift",
     "dequantize",
     "equivalent_right_shift",
     "narrow",

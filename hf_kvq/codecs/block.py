@@ -11,7 +11,7 @@ import torch
 
 from ..transforms import Transform
 from .packing import deinterleave, interleave, pack, packed_size, unpack
-from .uniform import clip_groups, decode_groups, equivalent_right_shift, quantize, scale_of
+from .uniform import centered_right_shift, clip_groups, decode_groups, equivalent_right_shift, quantize, scale_of
 
 
 Axis = Literal["token", "channel"]
@@ -36,6 +36,7 @@ class BlockCodec:
         byte_order: (dim, count) of `hf_kvq.codecs.packing.interleave` for packed codes [tokens, dim], or None for
             [tokens, dim] itself.
         clip: share of each group's range that is kept, around its middle; see `clip_groups`.
+        centered: 2-bit codes come from 4-bit ones by `centered_right_shift`, not by the equivalent one.
     """
 
     heads: int
@@ -47,6 +48,7 @@ class BlockCodec:
     transform: Transform | None = field(default=None, compare=False)
     byte_order: tuple[int, int] | None = None
     clip: float = 1.0
+    centered: bool = False
 
     @property
     def groups(self) -> tuple[int, int]:
@@ -69,13 +71,20 @@ class BlockCodec:
         x = x.to(self.dtype)
         if bits == 16:
             return _as_bytes(x, 3)
-        codes, low, high = quantize(self.prepare(x), bits, self.group_size, self._dim)
+        if self.is_centered(bits):
+            codes, low, high = centered_right_shift(*quantize(self.prepare(x), 4, self.group_size, self._dim))
+        else:
+            codes, low, high = quantize(self.prepare(x), bits, self.group_size, self._dim)
         return self.join(pack(codes, bits, dim=-2), low, high)
 
     @property
     def is_plain(self) -> bool:
         """Whether `prepare` changes nothing."""
         return self.transform is None and self.clip == 1
+
+    def is_centered(self, bits: int) -> bool:
+        """Whether codes of this width stand for the centers of quarters of their groups' ranges."""
+        return self.centered and bits == 2
 
     def prepare(self, x: torch.Tensor) -> torch.Tensor:
         """[..., heads, tokens, dim] as it is quantized: transformed, then clipped."""
@@ -100,12 +109,17 @@ class BlockCodec:
     def shrink(self, blocks: torch.Tensor, bits: int) -> torch.Tensor:
         """Blocks of width `2 * bits` at width `bits`: uint8 [..., nbytes(2 * bits)] -> [..., nbytes(bits)].
 
-        Codes move by the equivalent right shift, (min, max) stay as they are. Leaving 16 bits is the one quantization.
+        Leaving 16 bits is the one quantization: from there on integers are shifted. (min, max) stay as they are, but
+        for a centered shift. The bytes are those that `encode` makes, whatever the widths in between.
         """
         if bits == 8:
             return self.encode(blocks.view(self.dtype).unflatten(-1, (self.heads, self.tokens, self.dim)), bits)
         codes, low, high = self.fields(blocks, 2 * bits)
-        codes = equivalent_right_shift(unpack(codes, 2 * bits, self.tokens, dim=-2), bits)
+        codes = unpack(codes, 2 * bits, self.tokens, dim=-2)
+        if self.is_centered(bits):
+            codes, low, high = centered_right_shift(codes, low, high)
+        else:
+            codes = equivalent_right_shift(codes, bits)
         return self.join(pack(codes, bits, dim=-2), low, high)
 
     def restore(self, x: torch.Tensor, bits: int) -> torch.Tensor:

@@ -86,6 +86,25 @@ def equivalent_right_shift(codes: torch.Tensor, bits: int) -> torch.Tensor:
     )
 
 
+def centered_right_shift(
+    codes: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """4-bit codes brought to the quarter of their group's range that they lie in, whose center stands for them.
+
+    The four levels lie at 1/8, 3/8, 5/8 and 7/8 of the range, not at its ends, where few elements are. So that they
+    are evenly spread between minimum and maximum as any codes are, (min, max) move an eighth of the range inwards.
+
+    Args:
+        codes: integer tensor with values in `[0, 15]`.
+        low, high: extremes of the groups.
+
+    Returns:
+        The 2-bit codes, and (min, max) that go with them, in the dtype of `low`.
+    """
+    eighth = (high.float() - low.float()) / 8
+    return codes >> 2, (low.float() + eighth).to(low.dtype), (high.float() - eighth).to(high.dtype)
+
+
 def narrow(codes: torch.Tensor, bits: int, target_bits: int) -> torch.Tensor:
     """Codes of width `bits` brought to `target_bits` by repeated equivalent right shifts."""
     while bits > target_bits:

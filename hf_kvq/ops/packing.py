@@ -22,7 +22,8 @@ def encode_blocks(codec: BlockCodec, x: torch.Tensor, bits: int, out: torch.Tens
     if bits != 16 and _is_fused(codec, x, kernel):
         x = codec.prepare(x)
         order = BYTE_ORDERS.index(codec.byte_order)
-        hf_kvq_kernels.quantize_(x, out, bits, codec.axis == "channel", codec.group_size, order)
+        centered = codec.is_centered(bits)
+        hf_kvq_kernels.quantize_(x, out, bits, codec.axis == "channel", codec.group_size, order, centered)
         return
     step = max(1, _TOKENS_AT_ONCE // codec.tokens)
     for i in range(0, x.shape[1], step):
@@ -63,7 +64,8 @@ def shrink_pages(
     if kernel != "torch" and is_even and (bits < 16 or (keys.is_plain and values.is_plain)):
         orders = [BYTE_ORDERS.index(codec.byte_order) for codec in codecs]
         if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype), *orders) is None:
-            hf_kvq_kernels.shrink_(data, pages, page_layout(keys, values, (bits, bits)), target_bits, *orders)
+            layout, centered = page_layout(keys, values, (bits, bits)), keys.is_centered(target_bits)
+            hf_kvq_kernels.shrink_(data, pages, layout, target_bits, *orders, centered)
             return
 
     def widths(width: int) -> list[int]:

@@ -14,7 +14,7 @@ from conftest import random_ids, tiny_model
 from hf_kvq.calibration import positions, smoothing
 from hf_kvq.calibration.smoothing import ALPHAS, channel_scale, key_maxima, pair_maxima, smooth
 from hf_kvq.registration import cache_argument
-from simulation import TOKEN_PAGE, dequantize, narrow, quantize16, to_numpy
+from simulation import TOKEN_PAGE, centered, dequantize, narrow, quantize16, to_numpy
 
 
 OPTIONS = {"key_codec": "token", "window": 8, "group_size": 16, "fbit": 4}
@@ -171,10 +171,13 @@ def test_factors_commute_with_rope_and_leave_scores_alone(arch, layout):
 # --- the search ------------------------------------------------------------------------------------------------------
 
 
-def quantized(x, bits, group=16):
+def quantized(x, bits, is_key=False, group=16):
     """Groups along the channels of [heads, tokens, dim]."""
     codes, low, high = quantize16(to_numpy(x), group, 2)
-    return torch.from_numpy(dequantize(narrow(codes, bits), low, high, bits, group, 2))
+    narrowed = (narrow(codes, bits), low, high)
+    if is_key and bits == 2:
+        narrowed = centered(codes, low, high, x.dtype)
+    return torch.from_numpy(dequantize(*narrowed, bits, group, 2))
 
 
 @pytest.mark.parametrize(("bits", "value_bits"), [(4, None), (2, None), (2, 8)])
@@ -199,7 +202,7 @@ def test_errors_equal_attention_written_out(bits, value_bits):
                 keys, values = k.clone(), v.clone()
                 if alpha is not None:
                     scale = channel_scale(maxima[i], alpha)[:, None]
-                    keys[:, body] = quantized(k[:, body] / scale, bits) * scale
+                    keys[:, body] = quantized(k[:, body] / scale, bits, is_key=True) * scale
                     values[:, body] = quantized(v[:, body], value_bits or bits)
                 keys, values = (y.double().repeat_interleave(2, dim=0) for y in (keys, values))
                 scores = (q.double() @ keys.mT / 4).masked_fill(torch.ones(100, 100).triu(1).bool(), -math.inf)

@@ -33,16 +33,17 @@ def codecs(rules: Rules) -> tuple[BlockCodec, BlockCodec]:
     axis = "channel" if rules.channel else "token"
     orders = byte_orders("cpu", rules.key_dim)
     return (
-        BlockCodec(*common, rules.key_dim, rules.dtype, axis, rules.group, None, orders[0]),
+        BlockCodec(*common, rules.key_dim, rules.dtype, axis, rules.group, None, orders[0], 1.0, rules.centered),
         BlockCodec(*common, rules.value_dim, rules.dtype, "token", rules.group, transform, orders[1]),
     )
 
 
+@pytest.mark.parametrize("centered", [True, False])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("channel", [True, False])
 @pytest.mark.parametrize(("key_dim", "value_dim", "group"), SHAPES)
-def test_bytes_and_values_equal_simulation(dtype, channel, key_dim, value_dim, group):
-    rules = Rules(2, key_dim, value_dim, dtype, group=group, channel=channel)
+def test_bytes_and_values_equal_simulation(dtype, channel, key_dim, value_dim, group, centered):
+    rules = Rules(2, key_dim, value_dim, dtype, group=group, channel=channel, centered=centered)
     data = kv(rules, rules.page)
     page = Page(rules, [(data[0][0, :, t], data[1][0, :, t]) for t in range(rules.page)])
     for bits in WIDTHS:
@@ -57,8 +58,9 @@ def test_bytes_and_values_equal_simulation(dtype, channel, key_dim, value_dim, g
 
 @pytest.mark.parametrize("channel", [True, False])
 @pytest.mark.parametrize("hadamard", [True, False])
-def test_shrinking_equals_encoding_at_once(channel, hadamard):
-    rules = Rules(3, 48, 80, torch.bfloat16, group=32, channel=channel, hadamard=hadamard)
+@pytest.mark.parametrize("centered", [True, False])
+def test_shrinking_equals_encoding_at_once(channel, hadamard, centered):
+    rules = Rules(3, 48, 80, torch.bfloat16, group=32, channel=channel, hadamard=hadamard, centered=centered)
     for codec, x in zip(codecs(rules), kv(rules, rules.page, batch=4)):
         block = codec.encode(x, 16)
         for bits in (8, 4, 2):
@@ -88,10 +90,19 @@ def test_byte_order_only_moves_bytes(order, bits):
 
 
 def test_ranges_never_change_when_codes_shrink():
-    rules = Rules(2, 32, 32, group=16)
+    rules = Rules(2, 32, 32, group=16, centered=False)
     for codec, x in zip(codecs(rules), kv(rules, rules.page)):
         ranges = [codec.encode(x, bits)[..., codec.code_bytes(bits) :] for bits in (8, 4, 2)]
         assert torch.equal(ranges[0], ranges[1]) and torch.equal(ranges[0], ranges[2])
+
+
+def test_centered_codes_stand_for_the_centers_of_quarters():
+    codec = BlockCodec(1, 16, 1, torch.float32, "channel", 16, centered=True)
+    x = torch.arange(16.0).view(1, 1, 16, 1)
+    back = codec.decode(codec.encode(x, 2)[:, None], 2)
+    # Of 0 to 15 the quarters have the centers 15 / 8 * (1, 3, 5, 7), and four numbers lie in each.
+    assert torch.equal(back.flatten(), torch.tensor([1.875, 5.625, 9.375, 13.125]).repeat_interleave(4))
+    assert torch.equal(codec.encode(x, 4), BlockCodec(1, 16, 1, torch.float32, "channel", 16).encode(x, 4))
 
 
 @pytest.mark.parametrize("bits", WIDTHS)

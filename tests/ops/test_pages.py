@@ -3,6 +3,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import pytest
 import torch
@@ -60,8 +61,8 @@ def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize(("tokens", "dim", "group"), SHAPES)
 def test_blocks(tokens, dim, group, dtype, axis, bits, calls):
     x = numbers(2, 3, 2, tokens, dim, dtype=dtype)
-    for value in (False, True):
-        codec = codec_of(tokens, dim, group, axis, dtype, value)
+    for value, centered in itertools.product((False, True), (False, True)):
+        codec = codec_of(tokens, dim, group, axis, dtype, value, centered=centered)
         want = codec.encode(x, bits)
         # Rows and blocks lie further apart than they are long, and nothing between them changes.
         room = torch.full((2, 4, want.shape[-1] + 6), 9, dtype=torch.uint8)
@@ -76,7 +77,7 @@ def test_blocks(tokens, dim, group, dtype, axis, bits, calls):
             assert same_bytes(codec, out, want, bits)
         out.fill_(9)
         assert bool((room == 9).all())
-    assert calls == ["quantize_"] * 6
+    assert calls == ["quantize_"] * 12
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -99,8 +100,10 @@ def test_tiers(tokens, dim, group, dtype, calls):
 @pytest.mark.parametrize(("bits", "target"), [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (4, 2)])
 @pytest.mark.parametrize("axis", ["token", "channel"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_shrinking_in_place(dtype, axis, bits, target, calls):
-    keys, values = codec_of(32, 40, 32, axis, dtype), codec_of(32, 24, 16, "token", dtype, True)
+@pytest.mark.parametrize("centered", [True, False])
+def test_shrinking_in_place(centered, dtype, axis, bits, target, calls):
+    keys = codec_of(32, 40, 32, axis, dtype, centered=centered)
+    values = codec_of(32, 24, 16, "token", dtype, True)
     k, v = numbers(2, 3, 2, 32, 40, dtype=dtype), numbers(2, 3, 2, 32, 24, dtype=dtype)
     pages = torch.cat([keys.encode(k, bits), values.encode(v, bits)], dim=-1)
     want = torch.cat([keys.encode(k, target), values.encode(v, target)], dim=-1)

@@ -15,11 +15,16 @@ _LIBRARY.define(
     "attend(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] masks, Tensor? pages, Tensor? page_mask, "
     "Tensor? page_starts, Tensor[] records, int[] layout, float scaling, float softcap) -> (Tensor, Tensor)"
 )
-_LIBRARY.define("quantize_(Tensor x, Tensor(a!) out, int bits, bool per_channel, int group, int order) -> ()")
+_LIBRARY.define(
+    "quantize_(Tensor x, Tensor(a!) out, int bits, bool per_channel, int group, int order, bool centered) -> ()"
+)
 _LIBRARY.define(
     "quantize_tiers_(Tensor x, Tensor tiers, Tensor(a!) out, int group, int order) -> (Tensor, Tensor, Tensor, Tensor)"
 )
-_LIBRARY.define("shrink_(Tensor(a!) data, int pages, int[] layout, int to_bits, int key_order, int value_order) -> ()")
+_LIBRARY.define(
+    "shrink_(Tensor(a!) data, int pages, int[] layout, int to_bits, int key_order, int value_order, "
+    "bool centered_keys) -> ()"
+)
 
 #: How codes [byte rows, dim] of a block are interleaved, (dim, count), by number.
 BYTE_ORDERS = (None, (-1, 4), (-2, 4), (-2, 2))
@@ -65,7 +70,9 @@ def attend(
     return op(query, keys, values, masks, pages, page_mask, page_starts, records, list(layout or ()), scaling, softcap)
 
 
-def quantize_(x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int) -> None:
+def quantize_(
+    x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int, centered: bool = False
+) -> None:
     """Write blocks of keys or values as packed codes and (min, max), see `PageLayout`.
 
     Args:
@@ -75,8 +82,10 @@ def quantize_(x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, 
         per_channel: groups run along the tokens of a channel, not along the channels of a token.
         group: elements that share one (min, max).
         order: place in `BYTE_ORDERS`.
+        centered: 2-bit codes are the upper halves of 4-bit ones, and (min, max) lie an eighth of the range further in,
+            so that codes stand for the centers of its quarters.
     """
-    getattr(torch.ops, NAMESPACE).quantize_(x, out, bits, per_channel, group, order)
+    getattr(torch.ops, NAMESPACE).quantize_(x, out, bits, per_channel, group, order, centered)
 
 
 def quantize_tiers_(
@@ -91,10 +100,20 @@ def quantize_tiers_(
 
 
 def shrink_(
-    data: torch.Tensor, pages: int, layout: PageLayout, to_bits: int, key_order: int, value_order: int
+    data: torch.Tensor,
+    pages: int,
+    layout: PageLayout,
+    to_bits: int,
+    key_order: int,
+    value_order: int,
+    centered_keys: bool = False,
 ) -> None:
-    """Bring the first pages of uint8 [rows, bytes] from `layout`'s width to `to_bits`, in place and close together."""
-    getattr(torch.ops, NAMESPACE).shrink_(data, pages, list(layout), to_bits, key_order, value_order)
+    """Bring the first pages of uint8 [rows, bytes] from `layout`'s width to `to_bits`, in place and close together.
+
+    `centered_keys` is `quantize_`'s `centered`, of the keys.
+    """
+    op = getattr(torch.ops, NAMESPACE).shrink_
+    op(data, pages, list(layout), to_bits, key_order, value_order, centered_keys)
 
 
 def _attend_cpu(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
@@ -125,8 +144,8 @@ def _quantize_tiers_fake(x, tiers, out, group, order):
     return tuple(part for pair in zip(lines, channels) for part in pair)
 
 
-def _shrink_cpu(data, pages, layout, to_bits, key_order, value_order):
-    cpu.shrink_(data, pages, PageLayout(*layout), to_bits, key_order, value_order)
+def _shrink_cpu(data, pages, layout, to_bits, key_order, value_order, centered_keys):
+    cpu.shrink_(data, pages, PageLayout(*layout), to_bits, key_order, value_order, centered_keys)
 
 
 _LIBRARY.impl("attend", _attend_cpu, "CPU")

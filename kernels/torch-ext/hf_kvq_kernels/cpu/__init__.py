@@ -122,9 +122,11 @@ def attend(
     return out, lse
 
 
-def quantize_(x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int) -> None:
+def quantize_(
+    x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int, centered: bool
+) -> None:
     """See `hf_kvq_kernels.quantize_`."""
-    _quantize(x, out, bits, per_channel, group, order, ())
+    _quantize(x, out, bits, per_channel, group, order, centered, ())
 
 
 def quantize_tiers_(
@@ -140,7 +142,7 @@ def quantize_tiers_(
         x.new_empty(n_exact, tokens),
         tiers.new_empty(n_exact),
     )
-    _quantize(x[None, None], out[None, None], 2, True, group, order, (tiers, *records))
+    _quantize(x[None, None], out[None, None], 2, True, group, order, False, (tiers, *records))
     return records
 
 
@@ -151,6 +153,7 @@ def _quantize(
     per_channel: bool,
     group: int,
     order: int,
+    centered: bool,
     tensors: tuple[torch.Tensor, ...],
 ) -> None:
     alive: list[torch.Tensor] = []
@@ -159,21 +162,27 @@ def _quantize(
     strides = (x.element_size() * stride for stride in x.stride()[:4])
     pointers = [tensor.data_ptr() for tensor in tensors] or [0] * 5
     problem = struct.pack(
-        "=24q", x.data_ptr(), out.data_ptr(), rows, blocks, heads, tokens, dim, DTYPES.index(x.dtype), *strides,
-        out.stride(0), out.stride(1), bits, per_channel, group, order, torch.get_num_threads(), *pointers,
+        "=25q", x.data_ptr(), out.data_ptr(), rows, blocks, heads, tokens, dim, DTYPES.index(x.dtype), *strides,
+        out.stride(0), out.stride(1), bits, per_channel, group, order, centered, torch.get_num_threads(), *pointers,
     )  # fmt: skip
     if _library().kvq_quantize(problem):
         raise MemoryError("packing keys and values: no memory for the work space")
 
 
 def shrink_(
-    data: torch.Tensor, pages: int, layout: PageLayout, to_bits: int, key_order: int, value_order: int
+    data: torch.Tensor,
+    pages: int,
+    layout: PageLayout,
+    to_bits: int,
+    key_order: int,
+    value_order: int,
+    centered_keys: bool,
 ) -> None:
     """See `hf_kvq_kernels.shrink_`."""
     problem = struct.pack(
-        "=17q", data.data_ptr(), data.shape[0], data.stride(0), pages, layout.key_bits, to_bits, layout.heads,
+        "=18q", data.data_ptr(), data.shape[0], data.stride(0), pages, layout.key_bits, to_bits, layout.heads,
         layout.tokens, layout.dtype, torch.get_num_threads(), layout.key_dim, layout.key_per_channel,
-        layout.key_group, key_order, layout.value_dim, layout.value_group, value_order,
+        layout.key_group, key_order, centered_keys, layout.value_dim, layout.value_group, value_order,
     )  # fmt: skip
     if _library().kvq_shrink(problem):
         raise MemoryError("narrowing a quantized cache: no memory for the work space; the cache is as it was")

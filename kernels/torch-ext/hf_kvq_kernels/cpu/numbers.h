@@ -40,21 +40,21 @@ INLINE void to_floats(const uint8_t *restrict from, int64_t dtype, float *restri
         for (int64_t i = 0; i < n; i++) to[i] = half_to_float(halves[i]);
 }
 
-// Floats that came from `dtype`, back without rounding.
+// The nearest numbers of `dtype`, to even; none may lie beyond its largest.
 INLINE void from_floats(const float *restrict from, int64_t dtype, uint8_t *restrict to, int64_t n) {
     uint16_t *halves = (uint16_t *)to;
     const uint32_t *bits = (const uint32_t *)from;
     if (dtype == FP32)
         memcpy(to, from, 4 * (size_t)n);
     else if (dtype == BF16)
-        for (int64_t i = 0; i < n; i++) halves[i] = (uint16_t)(bits[i] >> 16);
+        for (int64_t i = 0; i < n; i++) halves[i] = (uint16_t)((bits[i] + 0x7fff + (bits[i] >> 16 & 1)) >> 16);
     else
         for (int64_t i = 0; i < n; i++) {
             const uint32_t size = bits[i] & 0x7fffffff;
             const float small = bits_to_float(size) * 0x1p-112f;
             uint32_t half;
             memcpy(&half, &small, 4);
-            half = size >= 0x7f800000 ? 0x7c00 | (size & 0x7fffff) >> 13 : half >> 13;
+            half = size >= 0x7f800000 ? 0x7c00 | (size & 0x7fffff) >> 13 : (half + 0xfff + (half >> 13 & 1)) >> 13;
             halves[i] = (uint16_t)(half | (bits[i] >> 16 & 0x8000));
         }
 }

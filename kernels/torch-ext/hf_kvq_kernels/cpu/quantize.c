@@ -12,7 +12,7 @@ typedef struct {
     uint8_t *out;      // [rows, blocks, bytes]
     int64_t rows, blocks, heads, tokens, dim, dtype;
     int64_t x_row, x_block, x_head, x_token, out_row, out_block;
-    int64_t bits, per_channel, group, order, threads;
+    int64_t bits, per_channel, group, order, centered, threads;
     // Of one block of keys in tiers (0 UINT2, 1 UINT4, 2 BF16), [heads, dim]; or NULL.
     const uint8_t *tiers;
     uint8_t *low, *low_channel, *exact, *exact_channel;
@@ -21,7 +21,7 @@ typedef struct {
 typedef struct {
     uint8_t *data;  // [rows, bytes]
     int64_t rows, row_stride, pages, from_bits, to_bits, heads, tokens, dtype, threads;
-    int64_t key_dim, key_per_channel, key_group, key_order, value_dim, value_group, value_order;
+    int64_t key_dim, key_per_channel, key_group, key_order, centered_keys, value_dim, value_group, value_order;
 } Shrink;
 
 // The extremes of numbers beyond this size saturate, so that their difference stays a float.
@@ -185,6 +185,16 @@ static int64_t quantize_head(Space *s, const uint8_t *x, int64_t stride, int64_t
     return tokens * groups;
 }
 
+// 4-bit codes to 2 bits that stand for the centers of the quarters of their groups' ranges.
+static void center(Space *s, int64_t codes, int64_t groups) {
+    for (int64_t i = 0; i < codes; i++) s->codes[i] >>= 2;
+    for (int64_t i = 0; i < groups; i++) {
+        const float eighth = (s->high[i] - s->low[i]) / 8;
+        s->low[i] += eighth;
+        s->high[i] -= eighth;
+    }
+}
+
 // Take channels out of the regular part: the lower two bits of UINT4 channels, all of BF16 channels.
 static void set_apart(const Quantize *q, Space *s, int64_t head) {
     const int64_t dim = q->dim, plane = q->tokens / 4, size = size_of(q->dtype), groups = groups_of(q->tokens, q->group);
@@ -226,10 +236,10 @@ int kvq_quantize(const void *problem) {
         Space s = space_at(memory + this_thread() * space, q->tokens, q->dim);
         const uint8_t *x = q->x + row * q->x_row + block * q->x_block + head * q->x_head;
         uint8_t *out = q->out + row * q->out_row + block * q->out_block;
-        // The codes of tiers come from their 4-bit ones.
-        const int64_t groups = quantize_head(&s, x, q->x_token, q->tokens, q->dim, q->dtype, q->tiers ? 4 : q->bits,
-                                             q->per_channel, q->group);
+        const int64_t bits = q->tiers || q->centered ? 4 : q->bits;
+        const int64_t groups = quantize_head(&s, x, q->x_token, q->tokens, q->dim, q->dtype, bits, q->per_channel, q->group);
         if (q->tiers) set_apart(q, &s, head);
+        if (q->centered) center(&s, q->tokens * q->dim, groups);
         pack(s.codes, q->tokens, q->dim, q->bits, q->order, s.line, out + head * code_bytes);
         uint8_t *ranges = out + q->heads * code_bytes + head * groups * size;
         from_floats(s.low, q->dtype, ranges, groups);
@@ -241,22 +251,27 @@ int kvq_quantize(const void *problem) {
 
 // One block from `from` to `to` bits.
 static void shrink_block(const uint8_t *at, uint8_t *out, Space *s, int64_t heads, int64_t tokens, int64_t dim, int64_t dtype,
-                         int64_t from, int64_t to, int64_t per_channel, int64_t group, int64_t order) {
+                         int64_t from, int64_t to, int64_t per_channel, int64_t group, int64_t order,
+                         int64_t centered) {
     const int64_t size = size_of(dtype), old_bytes = tokens * from / 8 * dim, new_bytes = tokens * to / 8 * dim;
     const int64_t groups = per_channel ? groups_of(tokens, group) * dim : groups_of(dim, group) * tokens;
+    const int64_t bits = centered ? 4 : to;
     uint8_t *ranges = out + heads * new_bytes;
     for (int64_t head = 0; head < heads; head++) {
         if (from == 16) {
-            quantize_head(s, at + head * tokens * dim * size, dim * size, tokens, dim, dtype, to, per_channel, group);
-            from_floats(s->low, dtype, ranges + head * groups * size, groups);
-            from_floats(s->high, dtype, ranges + (heads + head) * groups * size, groups);
+            quantize_head(s, at + head * tokens * dim * size, dim * size, tokens, dim, dtype, bits, per_channel, group);
         } else {
+            const uint8_t *old = at + heads * old_bytes + head * groups * size;
             unpack(at + head * old_bytes, tokens, dim, from, order, s->line, s->codes);
-            narrow_codes(s->codes, tokens * dim, from, to);
+            narrow_codes(s->codes, tokens * dim, from, bits);
+            to_floats(old, dtype, s->low, groups);
+            to_floats(old + heads * groups * size, dtype, s->high, groups);
         }
+        if (centered) center(s, tokens * dim, groups);
+        from_floats(s->low, dtype, ranges + head * groups * size, groups);
+        from_floats(s->high, dtype, ranges + (heads + head) * groups * size, groups);
         pack(s->codes, tokens, dim, to, order, s->line, out + head * new_bytes);
     }
-    if (from != 16) memcpy(ranges, at + heads * old_bytes, (size_t)(2 * heads * groups * size));
 }
 
 static int64_t block_bytes(int64_t heads, int64_t tokens, int64_t dim, int64_t dtype, int64_t bits, int64_t groups) {
@@ -287,9 +302,9 @@ int kvq_shrink(const void *problem) {
         Space s = space_at(own, p->tokens, dim);
         uint8_t *out = (uint8_t *)own + space;
         shrink_block(page, out, &s, p->heads, p->tokens, p->key_dim, p->dtype, p->from_bits, p->to_bits,
-                     p->key_per_channel, p->key_group, p->key_order);
+                     p->key_per_channel, p->key_group, p->key_order, p->centered_keys);
         shrink_block(page + key_bytes[0], out + key_bytes[1], &s, p->heads, p->tokens, p->value_dim, p->dtype,
-                     p->from_bits, p->to_bits, 0, p->value_group, p->value_order);
+                     p->from_bits, p->to_bits, 0, p->value_group, p->value_order, 0);
         memcpy(page, out, (size_t)bytes[1]);
     }
     free(memory);

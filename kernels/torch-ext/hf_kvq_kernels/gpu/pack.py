@@ -15,14 +15,14 @@ _LARGEST = tl.constexpr(2.0**126)
 
 
 @triton.jit
-def narrowed(codes, FROM: tl.constexpr, TO: tl.constexpr):
-    """Unsigned codes of FROM bits at TO bits, by equivalent right shifts."""
+def narrowed(codes, FROM: tl.constexpr, TO: tl.constexpr, CENTERED: tl.constexpr):
+    """Unsigned codes of FROM bits at TO bits, by equivalent right shifts, but for 2 bits where CENTERED."""
     if FROM >= 16 and TO <= 8:
         codes = ((codes + 128) * 65281) >> 24
     if FROM >= 8 and TO <= 4:
         codes = ((codes + 8) * 241) >> 12
     if FROM >= 4 and TO <= 2:
-        codes = ((codes + 2) * 13) >> 6
+        codes = (codes if CENTERED else (codes + 2) * 13 >> 4) >> 2
     return codes
 
 
@@ -55,6 +55,7 @@ def quantize_kernel(
     PER_CHANNEL: tl.constexpr,
     BITS: tl.constexpr,
     SATURATE: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
     """One head of one block, TILE of its channels: codes and every group's (min, max)."""
     block = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -83,7 +84,7 @@ def quantize_kernel(
     code = tl.minimum(tl.maximum(code, 0.0), 65535.0)
     # Rounds to even, as numbers from 2^23 to 2^24 have no fraction.
     code = (code + 8388608.0) - 8388608.0
-    code = narrowed(tl.reshape(code, [TOKENS, TILE]).to(tl.uint32), 16, BITS)
+    code = narrowed(tl.reshape(code, [TOKENS, TILE]).to(tl.uint32), 16, BITS, CENTERED)
     words += block * words_block + head * (TOKENS * BITS // 16 * dim)
     store_codes(words, code, channels, dim, TOKENS, TILE, BITS)
 
@@ -114,6 +115,7 @@ def shrink_kernel(
     TILE: tl.constexpr,
     FROM: tl.constexpr,
     TO: tl.constexpr,
+    CENTERED: tl.constexpr,
 ):
     """One head of one block, TILE of its channels: codes of FROM bits, as bytes, to words of codes of TO bits."""
     block = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -127,10 +129,10 @@ def shrink_kernel(
     codes = tl.load(old + at, mask=(channels < dim)[None, :], other=0).to(tl.uint32)
     codes = (codes >> (token // BYTES * FROM)[:, None].to(tl.uint32)) & (2**FROM - 1)
     new += block * new_block + head * (TOKENS * TO // 16 * dim)
-    store_codes(new, narrowed(codes, FROM, TO), channels, dim, TOKENS, TILE, TO)
+    store_codes(new, narrowed(codes, FROM, TO, CENTERED), channels, dim, TOKENS, TILE, TO)
 
 
-def quantize_block(x: torch.Tensor, bits: int, axis: str, group: int) -> torch.Tensor:
+def quantize_block(x: torch.Tensor, bits: int, axis: str, group: int, centered: bool = False) -> torch.Tensor:
     """[.., heads, tokens, dim] -> uint8 [.., bytes]: packed codes, then every group's minimum, then the maxima.
 
     Args:
@@ -138,6 +140,7 @@ def quantize_block(x: torch.Tensor, bits: int, axis: str, group: int) -> torch.T
         bits: 8, 4 or 2.
         axis: "channel" for groups along the tokens of a channel, "token" for groups along the channels of a token.
         group: elements per group, a power of two unless it covers everything.
+        centered: at 2 bits, codes stand for the centers of the quarters of their groups' ranges.
     """
     heads, tokens, dim = x.shape[-3:]
     data = x.contiguous().view(-1, heads, tokens, dim)
@@ -152,33 +155,48 @@ def quantize_block(x: torch.Tensor, bits: int, axis: str, group: int) -> torch.T
     quantize_kernel[(data.shape[0] * heads, -(-dim // tile))](
         data, out.view(torch.int16), out.view(x.dtype), dim, out.shape[1] // 2, out.shape[1] // size, codes // size,
         HEADS=heads, TOKENS=tokens, TILE=tile, GROUP=group, PER_CHANNEL=per_channel, BITS=bits,
-        SATURATE=x.dtype != torch.float16, num_warps=4,
+        SATURATE=x.dtype != torch.float16, CENTERED=centered, num_warps=4,
     )  # fmt: skip
+    if centered and bits == 2:
+        out[:, codes:] = _to_centers(out[:, codes:], x.dtype)
     return out.view(*x.shape[:-3], -1)
 
 
-def shrink_page(pages: torch.Tensor, from_bits: int, to_bits: int, layout: PageLayout) -> torch.Tensor:
+def shrink_page(
+    pages: torch.Tensor, from_bits: int, to_bits: int, layout: PageLayout, centered_keys: bool = False
+) -> torch.Tensor:
     """Pages uint8 [.., bytes] whose keys and values have `from_bits`, at `to_bits`; `layout` says everything else."""
     old, new = (layout._replace(key_bits=bits, value_bits=bits) for bits in (from_bits, to_bits))
     blocks = pages.reshape(-1, pages.shape[-1])
-    split = old.key_bytes()
+    split, key_axis = old.key_bytes(), "channel" if layout.key_per_channel else "token"
     parts = [
-        (blocks[:, :split], layout.key_dim, "channel" if layout.key_per_channel else "token", layout.key_group),
-        (blocks[:, split : split + old.value_bytes()], layout.value_dim, "token", layout.value_group),
+        (blocks[:, :split], layout.key_dim, key_axis, layout.key_group, centered_keys),
+        (blocks[:, split : split + old.value_bytes()], layout.value_dim, "token", layout.value_group, False),
     ]
-    out = [_shrink(part.contiguous(), dim, axis, group, old, new) for part, dim, axis, group in parts]
+    out = [_shrink(part.contiguous(), *how, old, new) for part, *how in parts]
     return torch.cat(out, dim=-1).view(*pages.shape[:-1], -1)
 
 
-def _shrink(blocks: torch.Tensor, dim: int, axis: str, group: int, old: PageLayout, new: PageLayout) -> torch.Tensor:
-    n, heads, tokens = blocks.shape[0], old.heads, old.tokens
+def _shrink(
+    blocks: torch.Tensor, dim: int, axis: str, group: int, centered: bool, old: PageLayout, new: PageLayout
+) -> torch.Tensor:
+    n, heads, tokens, dtype = blocks.shape[0], old.heads, old.tokens, DTYPES[old.dtype]
     if old.key_bits == 16:
-        return quantize_block(blocks.view(DTYPES[old.dtype]).view(n, heads, tokens, dim), new.key_bits, axis, group)
+        data = blocks.view(dtype).view(n, heads, tokens, dim)
+        return quantize_block(data, new.key_bits, axis, group, centered)
     codes = [heads * tokens * bits // 8 * dim for bits in (old.key_bits, new.key_bits)]
     out = torch.empty(n, blocks.shape[1] - codes[0] + codes[1], dtype=torch.uint8, device=blocks.device)
-    out[:, codes[1] :] = blocks[:, codes[0] :]
+    ranges = blocks[:, codes[0] :]
+    out[:, codes[1] :] = _to_centers(ranges, dtype) if centered and new.key_bits == 2 else ranges
     shrink_kernel[(n * heads, -(-dim // 32))](
         blocks, out.view(torch.int16), dim, blocks.shape[1], out.shape[1] // 2,
-        HEADS=heads, TOKENS=tokens, TILE=32, FROM=old.key_bits, TO=new.key_bits, num_warps=4,
+        HEADS=heads, TOKENS=tokens, TILE=32, FROM=old.key_bits, TO=new.key_bits, CENTERED=centered, num_warps=4,
     )  # fmt: skip
     return out
+
+
+def _to_centers(ranges: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Minima and then maxima, as bytes, an eighth of their ranges further in."""
+    low, high = ranges.contiguous().view(dtype).float().chunk(2, dim=1)
+    eighth = (high - low) / 8
+    return torch.cat([low + eighth, high - eighth], dim=1).to(dtype).view(torch.uint8)
