@@ -5,15 +5,15 @@ import torch
 from conftest import forward, left_padded, make_cache, random_ids, tiny_model
 from hf_kvq.codecs import dequantize, quantize
 from hf_kvq.evaluation.methods import Method
-from hf_kvq.evaluation.simulated import SIMULATED
-from hf_kvq.evaluation.simulated.kvquant import k_means, nearest, outliers, rotate, simulate
+from hf_kvq.evaluation.simulated import SIMULATED, kvquant
+from hf_kvq.evaluation.simulated.kvquant import fit_levels, k_means, nearest, outliers, rotate, simulate
 from hf_kvq.evaluation.simulated.quest import visible_pages
 from hf_kvq.evaluation.simulated.shrink import shrink
 from hf_kvq.registration import NAMES
 
 
 SMALL = {"window": 8, "group_size": 16}
-OWN = {"shrink": {"strategy": "modified"}, "kvquant": {}, "quest": {"budget": 16, "dense_layers": 0}}
+OWN = {"shrink": {"strategy": "modified"}, "kvquant": {}, "quest": {"budget": 16, "dense_layers": 0}, "mikv": {}}
 
 
 def build(name: str, **options):
@@ -44,13 +44,55 @@ def test_strategies_by_their_definitions(bits):
             assert scale == 65535 / (2**bits - 1)
 
 
+@pytest.mark.parametrize("strategy", ["direct", "modified", "equivalent"])
+def test_strategies_step_by_step_under_the_schedule(strategy):
+    """Each page goes down with its layer, by the paper's definitions of one step."""
+
+    def page(x, dim):
+        zero = x.amin(dim, keepdim=True)
+        scale = (x.amax(dim, keepdim=True) - zero) / 65535
+        # In float32, as there: else some codes differ by one, and then truncate to others.
+        return 16, ((x - zero) / scale).round().double(), scale.double(), zero.double()
+
+    def halved(bits, codes, scale, zero):
+        bits //= 2
+        if strategy == "equivalent":
+            return bits, (codes / (2**bits + 1)).round(), (2**bits + 1) * scale, zero
+        codes = (codes / 2**bits).floor()
+        if strategy == "direct":
+            return bits, codes, (2**bits + 1) * scale, zero
+        return bits, codes, 2**bits * scale, zero + scale * (2**bits - 1) / 2
+
+    def narrowed(held, bits):
+        while held[0] > bits:
+            held = halved(*held)
+        return held
+
+    cache = build("shrink", fbit=2, max_length=160, strategy=strategy, sink_tokens=0)
+    data = torch.randn(2, 1, 2, 160, 16, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    pages, seen = [[], []], []
+    for stop in range(8, 161, 8):
+        cache.update(*data[:, :, :, stop - 8 : stop], 0)
+        found, layer = cache.dequantize(0), cache.layers[0]
+        (state,), bits = layer.states, layer.bits()
+        seen.append(bits)
+        for kind, dim in ((0, -2), (1, -1)):
+            exact = data[kind, 0, :, : state.pages * 16].unflatten(1, (-1, 16)).unbind(1)
+            new = [page(x, dim) for x in exact[len(pages[kind]) :]]
+            pages[kind] = [narrowed(held, bits) for held in (*pages[kind], *new)]
+            for i, (_, codes, scale, zero) in enumerate(pages[kind]):
+                expected = exact[i] if bits == 16 else (codes * scale + zero).float()
+                torch.testing.assert_close(found[kind][0, :, i * 16 : i * 16 + 16], expected, rtol=0, atol=1e-5)
+    assert list(dict.fromkeys(seen)) == [16, 8, 4, 2]
+
+
 @pytest.mark.parametrize(
     "options", [{"fbit": 2}, {"fbit": 4, "initial_bits": 4}, {"fbit": 2, "transform": "hadamard"}]
 )
 def test_the_equivalent_shift_is_pmkvq(options):
     model, ids = tiny_model(), random_ids(2, 160)
     ours, same, other = (
-        make_cache(model, max_length=96, **options),
+        make_cache(model, max_length=96, key_shrink="equivalent", **options),
         *(build("shrink", **{**options, "max_length": 96, "strategy": s}) for s in ("equivalent", "direct")),
     )
     for part in ids.split(50, dim=1):
@@ -66,11 +108,12 @@ def test_the_equivalent_shift_is_pmkvq(options):
 @pytest.mark.parametrize("name", SIMULATED)
 def test_cuts_change_nothing(name):
     g = torch.Generator().manual_seed(0)
-    keys, values = (torch.randn(1, 2, 120, 16, generator=g) for _ in range(2))
+    data = [torch.randn(1, heads, 120, 16, generator=g) for heads in (2, 2, 4)]
     caches = [build(name, **OWN[name]) for _ in range(2)]
-    caches[0].update(keys, values, 0)
-    for k, v in zip(keys.split(7, dim=2), values.split(7, dim=2)):
-        caches[1].update(k, v, 0)
+    for cache, step in zip(caches, (120, 7)):
+        for keys, values, queries in zip(*(x.split(step, dim=2) for x in data)):
+            cache.update(keys, values, 0)
+            cache.layers[0].attend(queries, None, 0.25)
     one, other = (cache.layers[0] for cache in caches)
     assert torch.equal(one.keys, other.keys) and torch.equal(one.values, other.values)
     assert one.nbytes() == other.nbytes()
@@ -133,7 +176,7 @@ def test_keys_are_turned_back_to_before_rope():
 def test_outliers_are_exact_and_levels_fit():
     x = torch.randn(2, 30, 128, generator=torch.Generator().manual_seed(0))
     x[:, :, 5] += 40
-    back = simulate(x, 10, 2, 0.01)
+    back = simulate(x, fit_levels(x[:, :10], 2, 0.01), 0.01)
     assert outliers(x, 0.01)[..., 5].all() and torch.equal(back[..., 5], x[..., 5])
     plain = dequantize(*quantize(x, 2), 2)
     assert (back - x).square().mean() < 0.1 * (plain - x).square().mean()
@@ -142,6 +185,51 @@ def test_outliers_are_exact_and_levels_fit():
     even = torch.linspace(0, 1, 4)[None]
     errors = [(levels.gather(1, nearest(unit, levels)) - unit).square().mean() for levels in (k_means(unit, 4), even)]
     assert errors[0] < 0.7 * errors[1]
+
+
+def test_levels_of_kvquant_are_those_of_the_first_page_held():
+    g = torch.Generator().manual_seed(0)
+    one, other = ([torch.randn(2, 2, 60, 16, generator=g) * scale for _ in range(2)] for scale in (1, 30))
+
+    def read(cache):
+        return cache.dequantize(0)
+
+    def fresh(*parts):
+        cache = build("kvquant")
+        for part in parts:
+            cache.update(*part, 0)
+        return cache
+
+    cache = fresh(one)
+    before = read(cache)
+    # Within the first page: what stays is not touched. Below it: another first page, and levels of its own.
+    cache.crop(-50)
+    assert all(torch.equal(x, y[:, :, :10]) for x, y in zip(read(cache), before))
+    cache.crop(-9)
+    cache.update(*other, 0)
+    expected = fresh([x[:, :, :1] for x in one], other)
+    assert all(torch.equal(x, y) for x, y in zip(read(cache), read(expected)))
+    # Rows that change places take theirs with them, and more tokens change nothing.
+    swapped = torch.tensor([1, 0])
+    cache.reorder_cache(swapped)
+    assert all(torch.equal(x, y[swapped]) for x, y in zip(read(cache), read(expected)))
+    cache.update(*one, 0)
+    expected = fresh([x[swapped, :, :1] for x in one], [x[swapped] for x in other], one)
+    assert all(torch.equal(x, y) for x, y in zip(read(cache), read(expected)))
+    cache.reset()
+    cache.update(*one, 0)
+    assert all(torch.equal(x, y) for x, y in zip(read(cache), before))
+
+
+def test_levels_of_kvquant_are_fitted_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(kvquant, "k_means", lambda x, count: calls.append(x.shape) or k_means(x, count))
+    cache, g = build("kvquant"), torch.Generator().manual_seed(0)
+    for _ in range(100):
+        cache.update(*torch.randn(2, 1, 2, 1, 16, generator=g), 0)
+        cache.dequantize(0)
+    # Of keys and of values: 16 tokens of 2 heads of 16 channels.
+    assert calls == [(1, 512)] * 2
 
 
 def test_bytes_of_kvquant():

@@ -5,9 +5,15 @@ from __future__ import annotations
 
 from .base import SimulatedCache
 from .kvquant import KVQuantCache
+from .mikv import MiKVCache
 from .quest import QuestCache
 from .shrink import ShrinkCache
 
 
 #: By the name that `hf-kvq eval` knows them under.
-SIMULATED: dict[str, type[SimulatedCache]] = {"shrink": ShrinkCache, "kvquant": KVQuantCache, "quest": QuestCache}
+SIMULATED: dict[str, type[SimulatedCache]] = {
+    "shrink": ShrinkCache,
+    "kvquant": KVQuantCache,
+    "quest": QuestCache,
+    "mikv": MiKVCache,
+}

@@ -21,6 +21,8 @@ from .base import SimulatedCache, SimulatedLayer, SimulatedPart
 
 _STEPS = 20
 
+Pair = tuple[torch.Tensor, torch.Tensor]
+
 
 def rotate(keys: torch.Tensor, start: int, theta: float, inverse: bool = False) -> torch.Tensor:
     """RoPE on keys [..., tokens, dim] of the positions from `start` on, or its inverse; float32."""
@@ -60,37 +62,89 @@ def nearest(x: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
     return torch.searchsorted((levels[:, 1:] + levels[:, :-1]).div(2).contiguous(), x.contiguous())
 
 
-def simulate(x: torch.Tensor, first: int, bits: int, share: float) -> torch.Tensor:
-    """Groups [rows, groups, n] as they come back, float32; the first `first` groups are those levels come from."""
-    x = x.float()
+def scaled(x: torch.Tensor, share: float) -> tuple[torch.Tensor, ...]:
+    """Groups [rows, groups, n] brought to 0 to 1 within each group's range without outliers.
+
+    Returns:
+        These; the ranges' low and high ends, [rows, groups, 1]; and which elements are outliers, bool. All float32.
+    """
     exact = outliers(x, share)
     inside = [x.masked_fill(exact, sign * float("inf")) for sign in (1, -1)]
     low, high = (
         inside[0].amin(-1, keepdim=True).bfloat16().float(),
         inside[1].amax(-1, keepdim=True).bfloat16().float(),
     )
-    unit = ((x - low) / (high - low).clamp(min=1e-12)).clamp(0, 1).flatten(1)
-    levels = k_means(unit[:, : first * x.shape[-1]], 2**bits).bfloat16().float()
+    return ((x - low) / (high - low).clamp(min=1e-12)).clamp(0, 1), low, high, exact
+
+
+def fit_levels(x: torch.Tensor, bits: int, share: float) -> torch.Tensor:
+    """Levels for groups like those of `x`, float32 [rows, groups, n]: [rows, 2^bits], as they are stored."""
+    return k_means(scaled(x, share)[0].flatten(1), 2**bits).bfloat16().float()
+
+
+def simulate(x: torch.Tensor, levels: torch.Tensor, share: float) -> torch.Tensor:
+    """Groups, float32 [rows, groups, n], as they come back from codes of `levels`, [rows, 2^bits]."""
+    unit, low, high, exact = scaled(x, share)
+    unit = unit.flatten(1)
     back = levels.gather(1, nearest(unit, levels)).view_as(x) * (high - low) + low
     return torch.where(exact, x, back)
 
 
+def key_groups(keys: torch.Tensor, page: int) -> torch.Tensor:
+    """Keys [rows, heads, tokens, dim] as groups of a channel's tokens in a page: [rows, groups, page]."""
+    return keys.unflatten(2, (-1, page)).permute(0, 2, 1, 4, 3).flatten(1, 3)
+
+
+def from_key_groups(groups: torch.Tensor, heads: int, dim: int) -> torch.Tensor:
+    """Inverse of `key_groups`."""
+    return groups.unflatten(1, (-1, heads, dim)).permute(0, 2, 1, 4, 3).flatten(2, 3)
+
+
 class KVQuantLayer(SimulatedLayer):
-    """A layer of pre-RoPE keys per channel and values per token, with outliers."""
+    """A layer of pre-RoPE keys per channel and values per token, with outliers. Each page is simulated once."""
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        super().crop(tokens_to_remove)
+        self._forget()
+
+    def _select(self, indices: torch.Tensor) -> None:
+        super()._select(indices)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Simulate pages anew, as they may be others from now on; else they only become more."""
+        #: By rows and widths: levels, and what has been simulated so far, each of keys and of values.
+        self._known: dict[tuple, tuple[Pair, Pair]] = {}
 
     def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
         part = super()._packed_part(rows, state, mask)
-        keys, values = self._exact_pages(rows, state)
-        page, theta, share = self.page_tokens, self.own["theta"], self.own["outliers"]
-        heads, dim = keys.shape[1], keys.shape[3]
-        plain = rotate(keys, state.sink, theta, inverse=True).unflatten(2, (-1, page))
-        groups = plain.permute(0, 2, 1, 4, 3).flatten(1, 3)
-        plain = simulate(groups, heads * dim, part.bits[0], share).view(keys.shape[0], -1, heads, dim, page)
-        plain = plain.permute(0, 2, 1, 4, 3).flatten(2, 3)
-        tokens = values.transpose(1, 2).flatten(2)
-        tokens = simulate(tokens, page, part.bits[1], share).unflatten(2, (heads, -1)).transpose(1, 2)
-        held = rotate(plain, state.sink, theta), tokens
+        key, page = (rows.start, rows.stop, part.bits), self.page_tokens
+        levels, held = self._known.get(key, (None, None))
+        done = 0 if held is None else held[0].shape[2]
+        if done < state.pages * page:
+            keys, values = (x[:, :, done:] for x in self._exact_pages(rows, state))
+            levels, new = self._simulated(keys, values, state.sink + done, part.bits, levels)
+            held = new if held is None else tuple(torch.cat(pair, dim=2) for pair in zip(held, new))
+            self._known[key] = levels, held
         return SimulatedPart(part.pages, part.keys, part.values, part.bits, part.mask, part.short, held)
+
+    def _simulated(
+        self, keys: torch.Tensor, values: torch.Tensor, start: int, bits: tuple[int, int], levels: Pair | None
+    ) -> tuple[Pair, Pair]:
+        """Levels, those of the first page unless they are given, and pages from position `start` as they come back."""
+        share, theta, page = self.own["outliers"], self.own["theta"], self.page_tokens
+        heads, dim = keys.shape[1], keys.shape[3]
+        groups = key_groups(rotate(keys, start, theta, inverse=True), page), values.float().transpose(1, 2).flatten(2)
+        if levels is None:
+            first = groups[0][:, : heads * dim], groups[1][:, :page]
+            levels = tuple(fit_levels(x, width, share) for x, width in zip(first, bits))
+        keys, values = (simulate(x, fitted, share) for x, fitted in zip(groups, levels))
+        keys = rotate(from_key_groups(keys, heads, dim), start, theta)
+        return levels, (keys, values.unflatten(2, (heads, -1)).transpose(1, 2))
 
     def nbytes(self) -> int:
         """Exact tokens; and per row codes, (min, max) and levels of two bytes, outliers of two and an index of one."""

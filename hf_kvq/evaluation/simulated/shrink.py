@@ -3,9 +3,9 @@
 
 Follows the authors' definitions: "direct" keeps the top b bits and the zero point, with S_b = (2^b + 1) S_2b;
 "modified" keeps the top b bits with S_b = 2^b S_2b, and moves the zero point to the mean of the codes that became one;
-"equivalent" is the right shift that `PMKVQCache` does. All start at the 16-bit code and go through every width on the
-way. Bytes are those of `PMKVQCache`: each way derives scale and zero point from (min, max). Leaves out the drift of
-scales that are rounded at each step.
+"equivalent" is the right shift that `PMKVQCache` does with key_shrink="equivalent". All start at the 16-bit code and
+go through every width on the way. Bytes are those of `PMKVQCache`: each way derives scale and zero point from (min,
+max). Leaves out the drift of scales that are rounded at each step.
 """
 
 from __future__ import annotations
