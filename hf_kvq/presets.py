@@ -5,9 +5,10 @@
 
 Any other option of the cache goes with a preset, first and last layers at a higher width and exact sinks among them:
 what those gain must not be taken for a method's own merit. Some methods are not here, as they are no way of writing
-down K and V. MiKV lets tokens change their width with the attention they get, so stored data would be quantized
-anew. KVQuant wants keys before RoPE, learned levels and sparse outliers, thus kernels of its own. Quest chooses what
-to read, not how to store it. `hf_kvq.evaluation.simulated` has the last two, for comparison only.
+down K and V. MiKV gives a token a width by the attention it gets, which kernels do not tell, and may lower it later,
+so stored data would be quantized anew. KVQuant wants keys before RoPE, learned levels and sparse outliers, thus
+kernels of its own. Quest chooses what to read, not how to store it. `hf_kvq.evaluation.simulated` has all three, for
+comparison only; its MiKV settles a token's width once.
 """
 
 from __future__ import annotations
@@ -52,14 +53,20 @@ PRESETS = MappingProxyType(
         ),
         "rotatekv": Preset(
             "pmkvq",
-            {"fbit": 2, "initial_bits": 2, "key_codec": "token", "transform": "hadamard_kv", "sink_tokens": 4},
+            {
+                **{"fbit": 2, "initial_bits": 2, "key_codec": "token", "key_shrink": "equivalent"},
+                **{"transform": "hadamard_kv", "sink_tokens": 4},
+            },
             "RotateKV, arXiv 2501.16383",
             "Keys and values rotated by a Hadamard matrix per head, one (min, max) per token and head, exact sinks.",
             "Rotation across heads and before RoPE, reordered channels, and sinks found by their massive activations.",
         ),
         "kvtuner": Preset(
             "pmkvq",
-            {"fbit": 4, "value_fbit": 2, "initial_bits": 2, "group_size": 32, "sink_tokens": 0, "window": 32},
+            {
+                **{"fbit": 4, "value_fbit": 2, "initial_bits": 2, "key_shrink": "equivalent"},
+                **{"group_size": 32, "sink_tokens": 0, "window": 32},
+            },
             "KVTuner, arXiv 2502.04420",
             "Fixed widths, one for keys and one for values, layer by layer: fbit and value_fbit may be lists, which "
             "`calibration.pairs_for_budget` finds. Keys per channel, values per token, as in its KIVI mode.",
@@ -68,8 +75,8 @@ PRESETS = MappingProxyType(
         "skvq": Preset(
             "pmkvq",
             {
-                **{"fbit": 2, "initial_bits": 2, "key_codec": "token", "sink_tokens": 5},
-                **{"key_clip": 0.9, "value_clip": 0.9},
+                **{"fbit": 2, "initial_bits": 2, "key_codec": "token", "key_shrink": "equivalent"},
+                **{"sink_tokens": 5, "key_clip": 0.9, "value_clip": 0.9},
             },
             "SKVQ, arXiv 2405.06219",
             "Groups along the channels of a token, clipped to a share of their range; a window and sinks are exact.",

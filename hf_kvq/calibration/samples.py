@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -111,6 +112,11 @@ def model_facts(model: PreTrainedModel) -> dict[str, Any]:
         "dtype": str(model.dtype),
         "weights": weights,
     }
+
+
+def model_fingerprint(model: PreTrainedModel) -> str:
+    """sha256 of `model_facts`."""
+    return hashlib.sha256(json.dumps(model_facts(model)).encode()).hexdigest()
 
 
 class Checkpoint:

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import torch
 from ..bundled import load_model
 from ..calibration import load_texts
 from ..evaluation.answers import Sampling, load_problems, problems_metric, reasoning_metric
+from ..evaluation.calibrated import CALIBRATED, require_apart
 from ..evaluation.methods import Method, check_labels, load_methods, parse_methods
-from ..evaluation.run import METRICS, Bench, Settings, evaluate
+from ..evaluation.run import METRICS, Bench, Settings, check_metrics, evaluate
 from ..evaluation.suites import SUITES
 from ..evaluation.write import write_report
 from .options import CommandError, Parser, parse_device, positive_int
@@ -48,7 +51,12 @@ def add_eval_command(commands: argparse._SubParsersAction, dtypes: tuple[str, ..
         help="such as pmkvq:fbit=2,window=64,mixkvq,kivi,quanto; or a .json file with a list of "
         '{"cache": ..., "options": {...}, "label": ...}',
     )
-    methods.add_argument("--suite", choices=SUITES, default="overview", help="a ready-made list (default: overview)")
+    methods.add_argument(
+        "--suite",
+        choices=[*SUITES, *CALIBRATED],
+        default="overview",
+        help=f"a ready-made list; {' and '.join(CALIBRATED)} calibrate first (default: overview)",
+    )
     parser.add_argument("--report", type=Path, metavar="FOLDER", help="where to write (default: only print)")
     parser.add_argument(
         "--metrics", default=",".join(METRICS), metavar="LIST", help=f"some of {', '.join(METRICS)} (default: all)"
@@ -84,22 +92,38 @@ def run_eval(arguments: argparse.Namespace) -> int:
     device = parse_device(arguments.device)
     settings = Settings(**{name: getattr(arguments, name) for name in _SETTINGS}, seed=arguments.seed)
     try:
-        methods = _methods(arguments)
+        suite = CALIBRATED.get(arguments.suite) if arguments.methods is None else None
+        methods = [] if suite else _methods(arguments)
         extra = _extra(arguments)
+        metrics = [name.strip() for name in arguments.metrics.split(",") if name.strip()]
+        check_metrics(metrics)
         model, tokenizer = load_model(arguments.model, dtype=arguments.dtype)
         model.to(device)
-        bench = Bench(model, tokenizer, "\n\n".join(load_texts(arguments.data)), methods, settings)
+        text = "\n\n".join(load_texts(arguments.data))
         path = arguments.report / "results.json" if arguments.report else None
-        metrics = [name.strip() for name in arguments.metrics.split(",") if name.strip()]
         # The text of a report is no place for somebody's folders.
         source = arguments.data if not Path(arguments.data).exists() else Path(arguments.data).name
-        report = evaluate(bench, metrics, extra, source, path)
+        with _folder_for_plans(arguments.report) as folder:
+            if suite:
+                require_apart(text, tokenizer, settings.text_tokens)
+                methods = suite(model, tokenizer, folder)
+            report = evaluate(Bench(model, tokenizer, text, methods, settings), metrics, extra, source, path)
         print(write_report(report, arguments.report))
     except torch.OutOfMemoryError as error:
         raise CommandError(f"out of memory: compare fewer methods, or lower --rows or --chunk ({error})") from error
     except (ImportError, OSError, ValueError, TypeError, RuntimeError) as error:
         raise CommandError(error) from error
     return 0
+
+
+@contextlib.contextmanager
+def _folder_for_plans(report: Path | None) -> Iterator[Path]:
+    """The report's folder, or one that nobody keeps."""
+    if report is not None:
+        yield report
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        yield Path(scratch)
 
 
 def _methods(arguments: argparse.Namespace) -> list[Method]:

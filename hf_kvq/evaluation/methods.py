@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib.util
 import json
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache, c
 
 from ..cache import KVHandle, KVQCache
 from ..cache.base import stock_layers
+from ..hub import KVQPlan
 from ..presets import resolve
 from ..registration import CACHES, NAMES
 from .simulated import SIMULATED
@@ -40,11 +42,13 @@ class Method:
             of `hf_kvq.evaluation.simulated`.
         options: its options.
         label: what reports call it; the default says the cache and its options.
+        folder: what the option `plan` is relative to. Reports do not tell.
     """
 
     cache: str
     options: dict[str, Any] = field(default_factory=dict)
     label: str = ""
+    folder: Path | None = None
 
     def __post_init__(self):
         known = [*NAMES, *STOCK, *SIMULATED]
@@ -62,9 +66,16 @@ class Method:
         """Whether what it needs is installed."""
         return STOCK.get(self.cache, True)
 
+    @property
+    def plan(self) -> str | Path | None:
+        """Where its plan is, if it has one."""
+        plan = self.options.get("plan")
+        return plan if plan is None or self.folder is None else self.folder / plan
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON."""
-        return {"label": self.label, "cache": self.cache, "options": self.options}
+        """Plain JSON. Of a plan it has a hash as well, as another one may be in its place later."""
+        held = {} if self.plan is None else {"plan": _fingerprint(KVQPlan.from_pretrained(self.plan))}
+        return {"label": self.label, "cache": self.cache, "options": self.options, **held}
 
     def build(self, model: PreTrainedModel, max_length: int) -> Cache:
         """An empty cache for requests of `max_length` tokens.
@@ -75,7 +86,8 @@ class Method:
             ValueError, TypeError, ImportError, RuntimeError: it cannot be made with these options, or not here.
         """
         config = model.config.get_text_config(decoder=True)
-        name, options = resolve(self.cache, dict(self.options))
+        placed = {} if self.plan is None else {"plan": self.plan}
+        name, options = resolve(self.cache, {**self.options, **placed})
         if cache_class := {**CACHES, **SIMULATED}.get(name):
             return _rounding(cache_class, model)(model.config, options, max_length=max_length)
         return _rounding(QuantizedCache, model)(self.cache, config, **self.options)
@@ -171,6 +183,11 @@ class _Rounding:
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
         states = super().update(key_states.bfloat16(), value_states.bfloat16(), *args, **kwargs)
         return tuple(x if isinstance(x, KVHandle) else x.to(key_states.dtype) for x in states)
+
+
+def _fingerprint(plan: KVQPlan) -> str:
+    """sha256 of a plan's files."""
+    return hashlib.sha256(b"".join(data for _, data in sorted(plan.files().items()))).hexdigest()
 
 
 def _value(text: str) -> Any:

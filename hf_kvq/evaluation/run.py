@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..calibration.samples import model_facts
+from ..calibration.samples import model_fingerprint
 from ..hub.facts import BaseModel
 from ..hub.files import replace_file
 from ..version import __version__
@@ -63,6 +63,11 @@ class Settings:
     entries: int = 24
     seed: int = 0
 
+    @property
+    def text_tokens(self) -> int:
+        """First tokens of the text that are read at all."""
+        return self.tokens + self.rows * max(self.prompt, self.recall_distance)
+
 
 @dataclass
 class Bench:
@@ -101,9 +106,7 @@ class Bench:
     def filler(self) -> torch.Tensor:
         """Text that is not that of the text metric, [rows, tokens], long enough for all metrics."""
         s = self.settings
-        length = max(s.prompt, s.recall_distance)
-        ids = text_items(self.text, self.tokenizer, s.tokens + s.rows * length).ids[0, s.tokens :]
-        return ids.view(s.rows, length)
+        return text_items(self.text, self.tokenizer, s.text_tokens).ids[0, s.tokens :].view(s.rows, -1)
 
 
 def text_metric(bench: Bench) -> dict[str, Any]:
@@ -216,8 +219,7 @@ def evaluate(
     Raises:
         ValueError: a metric is unknown, a method cannot be made, or the text is too short.
     """
-    if unknown := [name for name in metrics if name not in METRICS]:
-        raise ValueError(f"unknown metric {unknown[0]!r}; there are {', '.join(METRICS)}")
+    check_metrics(metrics)
     check_labels(bench.methods)
     report = {**_facts(bench, source), "tasks": {}}
     if path is not None and path.exists():
@@ -232,6 +234,12 @@ def evaluate(
     return report
 
 
+def check_metrics(names: Sequence[str]) -> None:
+    """Raise `ValueError` if one of them is no metric."""
+    if unknown := [name for name in names if name not in METRICS]:
+        raise ValueError(f"unknown metric {unknown[0]!r}; there are {', '.join(METRICS)}")
+
+
 def to_json(report: dict[str, Any]) -> str:
     """The file's text: the same for the same results."""
     return json.dumps(report, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
@@ -239,7 +247,6 @@ def to_json(report: dict[str, Any]) -> str:
 
 def _facts(bench: Bench, source: str) -> dict[str, Any]:
     model = bench.model
-    weights = json.dumps(model_facts(model)).encode()
     return {
         "format": FORMAT,
         "versions": {
@@ -249,7 +256,7 @@ def _facts(bench: Bench, source: str) -> dict[str, Any]:
         "model": {
             **BaseModel.of(model.config).to_dict(),
             "dtype": str(model.dtype).removeprefix("torch."),
-            "weights": hashlib.sha256(weights).hexdigest(),
+            "weights": model_fingerprint(model),
         },
         "device": {"type": model.device.type, "threads": torch.get_num_threads()},
         "text": {"source": source, "sha256": hashlib.sha256(bench.text.encode()).hexdigest()},

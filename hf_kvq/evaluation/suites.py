@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 """Ready-made lists of methods: an overview, and the ablations of the papers that these caches can do.
 
-Those that turn on calibration (block-wise allocation, positional interpolation) compare plans: give several as
-`pmkvq:plan=FOLDER`. What is no way for our caches to store data is simulated, see `hf_kvq.evaluation.simulated`.
+Those that turn on calibration (block-wise allocation, positional interpolation) are in `hf_kvq.evaluation.calibrated`.
+What is no way for our caches to store data is simulated, see `hf_kvq.evaluation.simulated`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from .methods import Method
 
 _TWO = {"fbit": 2, "initial_bits": 2}
 _FOUR = {"fbit": 4, "initial_bits": 4}
+#: Fixed widths, and those that are reached through all others.
+_SHRINK = (_FOUR, _TWO, {"fbit": 4}, {"fbit": 2})
 
 
 def _ablation(cache: str, option: str, values: tuple, **fixed: Any) -> list[Method]:
@@ -25,7 +27,8 @@ SUITES: dict[str, list[Method]] = {
     "overview": [
         Method("pmkvq", {"fbit": 4}, "pmkvq, to 4"),
         Method("pmkvq", {"fbit": 2}, "pmkvq, to 2"),
-        Method("pmkvq", {**_TWO, "group_size": 32}, "pmkvq, fixed 2, groups of 32"),
+        Method("pmkvq", _TWO, "pmkvq, fixed 2"),
+        Method("kvq", {}, "kvq"),
         Method("mixkvq", {}, "mixkvq"),
         Method("mixkvq", {"target_bits": 4.0, "value_bits": 4}, "mixkvq, target 4, values 4"),
         Method("kivi", {"bits": 4}, "kivi-4"),
@@ -38,7 +41,7 @@ SUITES: dict[str, list[Method]] = {
     ],
     "baselines": [
         Method("kvq"),
-        Method("pmkvq", {**_TWO, "group_size": 32, "sink_tokens": 4}),
+        Method("pmkvq", {**_TWO, "sink_tokens": 4}),
         *_ablation("kivi", "sink_tokens", (0, 4, 32)),
         Method("rotatekv"),
         Method("kvtuner"),
@@ -57,10 +60,10 @@ SUITES: dict[str, list[Method]] = {
         *_ablation("mixkvq", "importance", ("query", "none"), target_bits=2.25),
     ],
     "paper-shrink": [
-        *(Method("pmkvq", bits) for bits in (_FOUR, _TWO)),
+        *(Method("pmkvq", bits) for bits in _SHRINK),
         *(
             Method("shrink", {**bits, "strategy": strategy})
-            for bits in (_FOUR, _TWO)
+            for bits in _SHRINK
             for strategy in ("equivalent", "modified", "direct")
         ),
     ],
@@ -68,6 +71,11 @@ SUITES: dict[str, list[Method]] = {
         *_ablation("kvquant", "sink_tokens", (1, 4)),
         Method("pmkvq", {**_TWO, "sink_tokens": 4}),
         Method("pmkvq", {**_TWO, "sink_tokens": 4, "key_clip": 0.75, "value_clip": 0.75}),
+        Method("kvq"),
+    ],
+    "paper-mikv": [
+        *_ablation("mikv", "important", (0.125, 0.25, 0.5), sink_tokens=4),
+        *(Method("pmkvq", {**bits, "sink_tokens": 4}) for bits in (_TWO, _FOUR)),
         Method("kvq"),
     ],
     "paper-quest": [
