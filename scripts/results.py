@@ -38,7 +38,8 @@ COLUMNS = {
     "successor; on given text, or along the exact model's own greedy continuation",
     "copy": "random words listed twice: share of the second pass that is predicted",
     "phone book": "words with four-digit numbers, asked for in another order: share of numbers that come back whole",
-    "recall": "copy, with so much text in between that the words have long been packed",
+    "recall": "copy, with text before the words that is longer than all sinks, and so much text between them that "
+    "they have long been packed",
     "same tokens": "tokens of a greedy continuation before the first that differs",
     "attention error": "‖output − exact‖ / ‖exact‖ of attention layers, each fed with the exact model's hidden states",
 }
@@ -46,9 +47,10 @@ COLUMNS = {
 ANCHORS = """### Sanity anchors
 
 What must hold whatever the numbers are; KL on the text. A text that does not outgrow its budget must profit from a
-progressive width. PM-KVQ ranks its ways to shrink by results at 4 bits. The modified one puts its b-bit levels where
-ranges clipped to 1 - 2^-b would have theirs (`key_clip`, `value_clip`: 0.75 at 2 bits); where clipping helps, so does
-that."""
+progressive width. PM-KVQ ranks its ways to shrink by results at 4 bits, where that holds here, too. At 2 bits the
+modified one wins: its levels lie at the centers of the parts of a group's range, those of the equivalent one at its
+ends. So `pmkvq` shifts equivalently down to 4 bits, and centers the 2-bit levels of keys (`key_shrink`). Those of
+values stay, whose outliers lie at the ends."""
 
 #: Title, file, what was done to get it.
 TABLES = (

@@ -23,7 +23,16 @@ from .attention import attention_errors
 from .estimates import Estimate, bootstrap, over_tokens, share
 from .forced import Forced, teacher_forced
 from .methods import EXACT, Method, check_labels
-from .tasks import Items, common_words, copy_items, generated_items, phone_book_items, recall_items, text_items
+from .tasks import (
+    RECALL_LEAD,
+    Items,
+    common_words,
+    copy_items,
+    generated_items,
+    phone_book_items,
+    recall_items,
+    text_items,
+)
 
 
 #: Bump when the meaning of a number changes.
@@ -47,7 +56,7 @@ class Settings:
         rows: sequences of every other metric.
         prompt, new_tokens: tokens of text that the exact model continues, and of its continuation.
         copy_words: words that are listed twice.
-        recall_words, recall_distance: words to recall, and tokens of text in between.
+        recall_words, recall_distance: words to recall, and tokens of text between them and themselves.
         entries: lines of a phone book.
         seed: of everything that is drawn.
     """
@@ -66,7 +75,7 @@ class Settings:
     @property
     def text_tokens(self) -> int:
         """First tokens of the text that are read at all."""
-        return self.tokens + self.rows * max(self.prompt, self.recall_distance)
+        return self.tokens + self.rows * max(self.prompt, RECALL_LEAD + self.recall_distance)
 
 
 @dataclass
@@ -155,7 +164,7 @@ def copy_metric(bench: Bench) -> dict[str, Any]:
 def recall_metric(bench: Bench) -> dict[str, Any]:
     """The same after so much text that the words have long been packed."""
     s = bench.settings
-    filler = bench.filler()[:, : s.recall_distance]
+    filler = bench.filler()[:, : RECALL_LEAD + s.recall_distance]
     items = recall_items(common_words(bench.text), filler, bench.tokenizer, s.recall_words, s.seed)
     found = bench.forced("recall", items)
     return _task(items, found, {label: _recall(items, forced) for label, forced in found.items()})

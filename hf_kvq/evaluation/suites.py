@@ -26,6 +26,7 @@ def _ablation(cache: str, option: str, values: tuple, **fixed: Any) -> list[Meth
 SUITES: dict[str, list[Method]] = {
     "overview": [
         Method("pmkvq", {"fbit": 4}, "pmkvq, to 4"),
+        Method("pmkvq", {"fbit": 4, "value_fbit": 2}, "pmkvq, keys to 4, values to 2"),
         Method("pmkvq", {"fbit": 2}, "pmkvq, to 2"),
         Method("pmkvq", _TWO, "pmkvq, fixed 2"),
         Method("kvq", {}, "kvq"),

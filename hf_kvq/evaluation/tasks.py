@@ -19,6 +19,9 @@ from ..registration import cache_argument
 from .methods import exact_cache
 
 
+#: Tokens of text before words to recall: more than anybody's exact sinks.
+RECALL_LEAD = 64
+
 _NUMBER_DIGITS = 4
 
 
@@ -99,16 +102,23 @@ def recall_items(
 ) -> Items:
     """Random words, then so much text that they have long left every exact window, and the same words again.
 
+    Text comes before them, too, so that no exact sink holds some of them.
+
     Args:
         words: to choose from.
-        filler: [rows, tokens] of text.
+        filler: [rows, tokens] of text, of which `RECALL_LEAD` come before the words.
         tokenizer: the model's tokenizer.
         length: words to recall.
         seed: which words.
     """
     lists = _word_lists(words, len(filler), length, seed)
     tokens = [_tokens(tokenizer, f" {' '.join(row)}") for row in lists]
-    return _padded([(part + text + part[:1], [(1, part[1:])]) for part, text in zip(tokens, filler.tolist())])
+    return _padded(
+        [
+            (text[:RECALL_LEAD] + part + text[RECALL_LEAD:] + part[:1], [(1, part[1:])])
+            for part, text in zip(tokens, filler.tolist())
+        ]
+    )
 
 
 def phone_book_items(

@@ -8,6 +8,7 @@ from conftest import forward, generate, random_ids, tiny_model
 from hf_kvq.evaluation.attention import attention_errors
 from hf_kvq.evaluation.methods import Method, exact_cache
 from hf_kvq.evaluation.tasks import (
+    RECALL_LEAD,
     Items,
     common_words,
     copy_items,
@@ -74,10 +75,11 @@ def test_copy_lists_words_twice(tokenizer):
 
 
 def test_recall_has_text_in_between(tokenizer):
-    filler = torch.stack([torch.full((30,), 5), torch.full((30,), 6)])
+    filler = torch.stack([torch.full((RECALL_LEAD + 30,), 5), torch.full((RECALL_LEAD + 30,), 6)])
     items = recall_items(WORDS, filler, tokenizer, 3)
     for row, (answer,), token in zip(rows_of(tokenizer, items), answers_of(tokenizer, items), (5, 6)):
-        assert row == f" {answer}{text_of(tokenizer, torch.tensor([token])) * 30} {answer}"
+        before, between = (text_of(tokenizer, torch.tensor([token])) * n for n in (RECALL_LEAD, 30))
+        assert row == f"{before} {answer}{between} {answer}"
 
 
 def test_phone_book_asks_for_all_numbers(tokenizer):
