@@ -71,7 +71,6 @@ SUITES: dict[str, list[Method]] = {
     "paper-kvquant": [
         *_ablation("kvquant", "sink_tokens", (1, 4)),
         Method("pmkvq", {**_TWO, "sink_tokens": 4}),
-        Method("pmkvq", {**_TWO, "sink_tokens": 4, "key_clip": 0.75, "value_clip": 0.75}),
         Method("kvq"),
     ],
     "paper-mikv": [

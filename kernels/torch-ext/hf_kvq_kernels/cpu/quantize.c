@@ -1,6 +1,7 @@
 // Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 //
-// Blocks of keys or values as packed codes, and packed codes at fewer bits. To the bit what hf_kvq.codecs makes.
+// Blocks of keys or values as packed codes, and packed codes at fewer bits. To the bit what hf_kvq.codecs makes; zeros may
+// have another sign, and numbers below 2^-126 another last bit.
 #include <stdlib.h>
 
 #include "numbers.h"
