@@ -34,6 +34,10 @@ RUNS: dict[str, list[Method]] = {
         *(Method("pmkvq", {"fbit": n, "initial_bits": n}, f"pmkvq, fixed {n}") for n in (8, 4, 2)),
         Method("pmkvq", {"fbit": 2, "initial_bits": 2, "group_size": 32}, "pmkvq, fixed 2, groups of 32"),
     ],
+    "pmkvq, keys 4, values 2": [
+        Method("pmkvq", {"fbit": 4, "value_fbit": 2, **more}, f"pmkvq, {way} keys 4, values 2")
+        for way, more in (("progressive to", {}), ("fixed", {"initial_bits": 2}))
+    ],
     "pmkvq, equivalent shift": [
         Method("pmkvq", {"fbit": 2, "key_shrink": "equivalent", **more}, f"pmkvq, {way} 2, equivalent shift")
         for way, more in (("progressive to", {}), ("fixed", {"initial_bits": 2}))
@@ -87,7 +91,7 @@ def plot(rows: list[dict], path: Path) -> None:
     families = list(dict.fromkeys(row["family"] for row in rows))
     figure, axes = plt.subplots(1, len(lengths), figsize=(6.2 * len(lengths), 4.6), sharey=True, squeeze=False)
     for ax, length in zip(axes[0], lengths):
-        for family, marker in zip(families, "osD^vPX*"):
+        for family, marker in zip(families, "osD^vPX*<>hp"):
             points = sorted(
                 (float(row["true bits"]), float(row["KL"]))
                 for row in rows
