@@ -91,7 +91,8 @@ class PMKVQConfig(Options):
             keys as well, which ruins models whose keys have a bias; or "lambda" to smooth the keys by the factors of a
             plan, for key_codec="token" only: groups along a channel do not see its scale.
         key_clip, value_clip: share of a group's range, around its middle, that is kept; what lies outside is moved to
-            its edge. Less than 1 pays at 2 bits, for rotated values most, and costs at 4 and 8, also on the way to 2.
+            its edge. Less than 1 costs at 4 and 8 bits, also on the way to 2, and for centered keys; at 2 bits it can
+            pay where levels reach from end to end and values are rotated.
         boundary_layers: keep so many first and last layers of the model at 8 bits or more, whatever `fbit` says, a
             list of it included.
         on_overflow: past the budget at `fbit`, "grow" (allocate more, warn once) or "error".
