@@ -98,20 +98,85 @@ def check(device: str) -> list[str]:
 
 
 def check_packing(device: str) -> list[str]:
-    """Whether blocks that a GPU packs are those of the codec, byte for byte."""
+    """Whether what a GPU packs and narrows is what the codecs and the CPU's kernels make of it, byte for byte."""
     from gpu_cases import TOKENS
 
     from hf_kvq.codecs import BlockCodec
-    from hf_kvq_kernels.gpu.pack import quantize_block
+    from hf_kvq.codecs.tiered import TieredKeyCodec
+    from hf_kvq.ops import encode_blocks, encode_tiers, selfcheck, shrink_pages
 
-    wrong = []
-    x = torch.randn(2, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    for axis, bits, centered in itertools.product(("channel", "token"), (8, 4, 2), (False, True)):
+    failure = selfcheck.packing_failure(torch.device(device), ((-2, 2), (-2, 2)))
+    if failure is not None:
+        print(f"kernels that pack are not used: {failure}")
+    results, pages = {"self-check": failure is None}, 40
+    x = torch.randn(2, pages, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    # As it comes from a model, tokens before heads.
+    on_device = x.transpose(2, 3).contiguous().to(device).transpose(2, 3)
+    sides = {}
+    for axis, centered in itertools.product(("channel", "token"), (False, True)):
         codec = BlockCodec(HEADS, TOKENS, DIM, x.dtype, axis, 32, byte_order=(-2, 2), centered=centered)
-        if not torch.equal(quantize_block(x.to(device), bits, axis, 32, centered).cpu(), codec.encode(x, bits)):
-            wrong.append(f"quantize_block {axis} {bits} {'centered' if centered else ''}")
-            print("WRONG", wrong[-1])
+        for bits in (16, 8, 4, 2):
+            wanted = sides[axis, centered, bits] = codec.encode(x, bits)
+            out = torch.zeros_like(wanted, device=device)
+            encode_blocks(codec, on_device, bits, out, "triton")
+            results[f"encode_blocks {axis} {bits} {'centered' if centered else ''}"] = torch.equal(out.cpu(), wanted)
+    codecs = [
+        BlockCodec(HEADS, TOKENS, DIM, x.dtype, axis, 32, byte_order=(-2, 2), centered=axis == "channel")
+        for axis in ("channel", "token")
+    ]
+    for bits, target in ((16, 8), (16, 2), (8, 4), (8, 2), (4, 2)):
+        wide, narrow = (
+            torch.cat([sides["channel", True, n], sides["token", False, n]], dim=-1).flatten(1) for n in (bits, target)
+        )
+        arena = wide.to(device)
+        shrink_pages(arena, pages, codecs, bits, target, "triton")
+        results[f"shrink_pages {bits} to {target}"] = torch.equal(arena[:, : narrow.shape[1]].cpu(), narrow)
+    codec = TieredKeyCodec(HEADS, TOKENS, DIM, x.dtype, 32, (-2, 2))
+    tiers = torch.arange(HEADS * DIM).view(-1, DIM) % 3
+    wanted = codec.encode(x[0, :1], tiers[None])
+    out = torch.zeros_like(wanted.dense[0], device=device)
+    block = encode_tiers(codec, on_device[0, 0], tiers.to(device), out, "triton")
+    results["encode_tiers"] = all(
+        torch.equal(getattr(block, name).cpu(), getattr(wanted, name))
+        for name in ("dense", "counts", "low", "low_channel", "exact", "exact_channel")
+    )
+    for options in ({}, {"key_codec": "token"}, {"fbit": 4, "value_fbit": 2}):
+        results[f"pmkvq cache {options}"] = same_codes(device, options)
+    wrong = [name for name, is_right in results.items() if not is_right]
+    print(f"packing: {len(results) - len(wrong)} of {len(results)} cases right", *(f"WRONG {name}" for name in wrong))
     return wrong
+
+
+def same_codes(device: str, options: dict[str, Any]) -> bool:
+    """Whether a progressive cache that narrows three times has the same codes and ranges on a device as on a CPU."""
+    from transformers import LlamaConfig
+
+    from hf_kvq import PMKVQCache
+
+    config = LlamaConfig(
+        num_hidden_layers=1,
+        hidden_size=512,
+        num_attention_heads=8,
+        num_key_value_heads=HEADS,
+        head_dim=64,
+        vocab_size=8,
+    )
+    pieces = (1500, 1, 700, 1, 1900)
+    x = torch.randn(2, 2, HEADS, sum(pieces), 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    fields = []
+    for where in ("cpu", device):
+        cache = PMKVQCache(config, {"fbit": 2, "max_length": sum(pieces), **options})
+        for keys, values in zip(*(side.to(where).split(pieces, dim=2) for side in x)):
+            cache.update(keys, values, 0)
+        layer = cache.layers[0]
+        layer.settle()
+        state = layer.states[0]
+        widths = layer.layout.widths(state.bits)
+        held = layer.body.pages(slice(0, 2), state.bits)[:, : state.pages].cpu()
+        blocks = held.tensor_split([layer.layout.keys.nbytes(widths[0])], dim=-1)
+        codecs = layer.layout.keys, layer.layout.values
+        fields.append([x for codec, block, n in zip(codecs, blocks, widths) for x in codec.fields(block, n)])
+    return all(torch.equal(a, b) for a, b in zip(*fields))
 
 
 def median_ms(function: Callable[[], Any], repeat: int = 20) -> float:

@@ -14,7 +14,7 @@ from ..codecs import BlockCodec
 from .parts import ExactPart, PackedPart, Part
 
 
-# (query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap) -> (out, lse)
+# `hf_kvq_kernels.attend`, or something with its arguments
 Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -32,12 +32,14 @@ def attend(
 
     def call(exact: list[ExactPart], packed: PackedPart | None) -> tuple[torch.Tensor, torch.Tensor]:
         q = query if packed is None else packed.adapt(query)
-        keys, values, masks = ([getattr(part, name) for part in exact] for name in ("keys", "values", "mask"))
+        names = "keys", "values", "mask", "held"
+        keys, values, masks, held = ([getattr(part, name) for part in exact] for name in names)
         body = (None, None, None, [], None)
         if packed is not None:
             layout = page_layout(packed.keys, packed.values, packed.bits)
             body = (packed.pages, packed.mask, _starts(packed), packed.record_tensors(), layout)
-        out, lse = kernel(q, keys, values, masks, *body, scaling, softcap or 0.0)
+        page_held = None if packed is None else packed.held
+        out, lse = kernel(q, keys, values, masks, *body, scaling, softcap or 0.0, page_held, held)
         return (out if packed is None else packed.restore(out)), lse
 
     # Transformed keys want another query, and what comes out of transformed values must be brought back before it is

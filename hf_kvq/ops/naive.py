@@ -50,7 +50,7 @@ def attend(
 def _with_exact_joined(parts: list[Part]) -> list[Part]:
     """The same tokens, with the exact ones in one part."""
     exact = [part for part in parts if isinstance(part, ExactPart)]
-    if len(exact) < 2:
+    if len(exact) < 2 or any(part.held is not None for part in exact):
         return parts
     masks = [part.mask for part in exact]
     if any(mask is not None for mask in masks):
@@ -87,12 +87,16 @@ def _attend_block(
         # Query heads that share a KV head become rows of one matrix product.
         q = (part.adapt(query.to(compute)) * scaling).reshape(rows, heads, -1, query.shape[-1])
         partial = None
-        for keys, values, mask in _blocks(part, query_heads * n_queries * rows, queries):
+        for keys, values, mask, behind in _blocks(part, query_heads * n_queries * rows, queries):
             scores = q @ keys.to(compute).transpose(-1, -2)
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
             if mask is not None:
                 scores = _masked(scores.view(rows, query_heads, n_queries, -1), mask).view(scores.shape)
+            if behind is not None:
+                # There may be anything, NaN too.
+                scores = scores.masked_fill(behind[:, None, None], float("-inf"))
+                values = values.masked_fill(behind[:, None, :, None], 0.0)
             partial = _merge(partial, _softmax_sums(scores, values.to(compute)))
         if partial is not None:
             peak, weight, out = partial
@@ -110,13 +114,16 @@ def _attend_block(
 
 
 def _blocks(part: Part, scores_per_token: int, queries: slice) -> Iterator[tuple]:
-    """(keys, values, mask) of a bounded number of tokens at a time."""
+    """(keys, values, mask, which tokens rows do not hold) of a bounded number of tokens at a time."""
     size = max(1, min(_BLOCK_TOKENS, _BLOCK_SCORES // scores_per_token))
     for start, stop, keys, values in part.blocks(size):
         mask = part.mask
         if mask is not None:
             mask = _span(_span(mask, 2, queries), 3, slice(start, stop))
-        yield keys, values, mask
+        behind = None
+        if part.held is not None:
+            behind = torch.arange(start, stop, device=keys.device) >= part.held[:, None] * part.unit
+        yield keys, values, mask, behind
 
 
 def _span(mask: torch.Tensor, dim: int, span: slice) -> torch.Tensor:

@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import torch
+from transformers.utils import logging
 
 import hf_kvq_kernels
 from hf_kvq_kernels import BYTE_ORDERS
 
 from ..codecs import BlockCodec
 from ..codecs.tiered import TieredBlock, TieredKeyCodec
+from . import selfcheck
 from .fused import page_layout
 
+
+logger = logging.get_logger(__name__)
 
 # Tokens that the codecs convert at once; bounds their working memory.
 _TOKENS_AT_ONCE = 2048
@@ -19,22 +23,23 @@ _TOKENS_AT_ONCE = 2048
 
 def encode_blocks(codec: BlockCodec, x: torch.Tensor, bits: int, out: torch.Tensor, kernel: str) -> None:
     """Write blocks [rows, blocks, heads, tokens, dim] to uint8 [rows, blocks, nbytes(bits)]."""
-    if bits != 16 and _is_fused(codec, x, kernel):
-        x = codec.prepare(x)
-        order = BYTE_ORDERS.index(codec.byte_order)
-        centered = codec.is_centered(bits)
-        hf_kvq_kernels.quantize_(x, out, bits, codec.axis == "channel", codec.group_size, order, centered)
-        return
-    step = max(1, _TOKENS_AT_ONCE // codec.tokens)
+    is_fused, step = bits != 16 and _is_fused(codec, x, kernel), max(1, _TOKENS_AT_ONCE // codec.tokens)
+    if is_fused and codec.is_plain:
+        step = max(1, x.shape[1])
     for i in range(0, x.shape[1], step):
-        out[:, i : i + step] = codec.encode(x[:, i : i + step], bits)
+        data, slots = x[:, i : i + step], out[:, i : i + step]
+        if not is_fused:
+            slots.copy_(codec.encode(data, bits))
+            continue
+        how = codec.axis == "channel", codec.group_size, BYTE_ORDERS.index(codec.byte_order), codec.is_centered(bits)
+        hf_kvq_kernels.quantize_(codec.prepare(data), slots, bits, *how)
 
 
 def encode_tiers(
     codec: TieredKeyCodec, keys: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, kernel: str
 ) -> TieredBlock:
     """Write the regular part of one block [heads, tokens, dim] to uint8 [bytes]; its tiers are [heads, dim]."""
-    if _is_fused(codec, keys, kernel):
+    if _is_fused(codec.dense, keys, kernel):
         order = BYTE_ORDERS.index(codec.byte_order)
         keys = codec.prepare(keys, tiers)
         records = hf_kvq_kernels.quantize_tiers_(keys, tiers, out, codec.group_size, order)
@@ -56,40 +61,54 @@ def shrink_pages(
 ) -> None:
     """Bring the first pages of uint8 [rows, bytes] from `bits` to `target_bits`, in place.
 
-    A page is a block of keys and one of values, neither of which goes below its floor. A narrower page never lies
-    behind its wider self.
+    A page is a block of keys and one of values, neither of which goes below its floor.
     """
     keys, values = codecs
-    is_even = max(floors) <= target_bits
-    if kernel != "torch" and is_even and (bits < 16 or (keys.is_plain and values.is_plain)):
-        orders = [BYTE_ORDERS.index(codec.byte_order) for codec in codecs]
-        if hf_kvq_kernels.why_not_packing(data.new_empty(0, dtype=keys.dtype), *orders) is None:
-            layout, centered = page_layout(keys, values, (bits, bits)), keys.is_centered(target_bits)
-            hf_kvq_kernels.shrink_(data, pages, layout, target_bits, *orders, centered)
+    old, new = ([max(width, floor) for floor in floors] for width in (bits, target_bits))
+    size, target_size = (sum(codec.nbytes(w) for codec, w in zip(codecs, widths)) for widths in (old, new))
+    # A narrower page never lies behind its wider self, but where groups of one or two elements make it larger: then
+    # all pages are read before the first is written.
+    in_place, is_even = target_size <= size, max(floors) <= target_bits
+    if in_place and is_even and (bits < 16 or (keys.is_plain and values.is_plain)):
+        sample = data.new_empty(0, dtype=keys.dtype)
+        if all(_is_fused(codec, sample, kernel) for codec in codecs):
+            layout, orders = page_layout(keys, values, (bits, bits)), (BYTE_ORDERS.index(c.byte_order) for c in codecs)
+            hf_kvq_kernels.shrink_(data, pages, layout, target_bits, *orders, keys.is_centered(target_bits))
             return
-
-    def widths(width: int) -> list[int]:
-        return [max(width, floor) for floor in floors]
-
-    size, target_size = (
-        sum(codec.nbytes(w) for codec, w in zip(codecs, widths(width))) for width in (bits, target_bits)
-    )
-    step = max(1, _TOKENS_AT_ONCE // keys.tokens)
+    step = max(1, _TOKENS_AT_ONCE // keys.tokens if in_place else pages)
     for i in range(0, pages, step):
-        stop, width = min(i + step, pages), bits
+        stop = min(i + step, pages)
         page = data[:, i * size : stop * size].unflatten(1, (-1, size))
-        while width > target_bits:
-            old, new = widths(width), widths(width // 2)
-            blocks = page.tensor_split([keys.nbytes(old[0])], dim=-1)
-            page = torch.cat(
-                [block if old[i] == new[i] else codecs[i].shrink(block, new[i]) for i, block in enumerate(blocks)],
-                dim=-1,
-            )
-            width //= 2
-        data[:, i * target_size : stop * target_size] = page.flatten(1)
+        sides = page.tensor_split([keys.nbytes(old[0])], dim=-1)
+        narrowed = [_narrowed(*side, kernel) for side in zip(codecs, sides, old, new)]
+        data[:, i * target_size : stop * target_size] = torch.cat(narrowed, dim=-1).flatten(1)
 
 
-def _is_fused(codec: BlockCodec | TieredKeyCodec, x: torch.Tensor, kernel: str) -> bool:
+def _narrowed(codec: BlockCodec, blocks: torch.Tensor, bits: int, target_bits: int, kernel: str) -> torch.Tensor:
+    """Blocks uint8 [rows, blocks, bytes] at another width."""
+    if bits == 16 > target_bits:
+        # What has been narrowed and what comes in narrow must be quantized by the same means.
+        x = blocks.view(codec.dtype).unflatten(-1, (codec.heads, codec.tokens, codec.dim))
+        out = blocks.new_empty(*blocks.shape[:2], codec.nbytes(target_bits))
+        encode_blocks(codec, x, target_bits, out, kernel)
+        return out
+    while bits > target_bits:
+        bits //= 2
+        blocks = codec.shrink(blocks, bits)
+    return blocks
+
+
+def _is_fused(codec: BlockCodec, x: torch.Tensor, kernel: str) -> bool:
     if kernel == "torch" or x.dtype != codec.dtype:
         return False
-    return hf_kvq_kernels.why_not_packing(x, BYTE_ORDERS.index(codec.byte_order)) is None
+    order, along = BYTE_ORDERS.index(codec.byte_order), codec.tokens if codec.axis == "channel" else codec.dim
+    if hf_kvq_kernels.why_not_packing(x, order, codec.tokens, along, codec.group_size) is not None:
+        return False
+    if x.device.type == "cpu":
+        return True
+    wrong = selfcheck.packing_failure(x.device, (codec.byte_order, codec.byte_order))
+    if wrong is not None:
+        logger.warning_once(
+            f"a quantized cache is packed in plain torch, which is slower; its kernels cannot be used: {wrong}"
+        )
+    return wrong is None

@@ -15,12 +15,16 @@ from ..codecs import BlockCodec
 class Part(Protocol):
     """Some of the tokens that rows attend to.
 
-    `mask` broadcasts against [rows, query heads, queries, tokens]: bool (true = visible), additive, or None.
+    `mask` broadcasts against [rows, query heads, queries, tokens]: bool (true = visible), additive, or None. `held` is
+    None, or int64 [rows] on the device: how many of the tokens (of the pages, in a part that has pages) a row holds.
+    What lies behind is anything, and is not attended to.
     """
 
     mask: torch.Tensor | None
+    held: torch.Tensor | None
     heads: int
     value_dim: int
+    unit: int
 
     def blocks(self, size: int) -> Iterator[tuple[int, int, torch.Tensor, torch.Tensor]]:
         """(start, stop, keys, values) of about `size` tokens at a time, [rows, heads, tokens, dim]."""
@@ -39,10 +43,16 @@ class ExactPart:
     keys: torch.Tensor
     values: torch.Tensor
     mask: torch.Tensor | None = None
+    held: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:
         return self.keys.shape[1]
+
+    @property
+    def unit(self) -> int:
+        """Tokens of one of what `held` counts."""
+        return 1
 
     @property
     def value_dim(self) -> int:
@@ -77,10 +87,16 @@ class PackedPart:
     bits: tuple[int, int]
     mask: torch.Tensor | None = None
     short: dict[int, int] = field(default_factory=dict)
+    held: torch.Tensor | None = None
 
     @property
     def heads(self) -> int:
         return self.keys.heads
+
+    @property
+    def unit(self) -> int:
+        """Tokens of one of what `held` counts."""
+        return self.keys.tokens
 
     @property
     def value_dim(self) -> int:

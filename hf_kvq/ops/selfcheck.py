@@ -7,6 +7,8 @@ import functools
 
 import torch
 
+import hf_kvq_kernels
+
 from ..codecs import BlockCodec
 from . import fused, naive
 from .parts import ExactPart, PackedPart
@@ -47,3 +49,32 @@ def failure(device: torch.device, kernel: fused.Kernel, orders: tuple) -> str | 
         if not torch.allclose(got.float(), wanted.float(), rtol=0, atol=_TOLERANCE):
             return f"their results at {bits} bits are wrong on this device; please report it"
     return None
+
+
+@functools.cache
+def packing_failure(device: torch.device, orders: tuple) -> str | None:
+    """What is wrong with how kernels pack and narrow on `device`, or None; found out once per process."""
+    heads, tokens, dim, rows, pages = 2, 32, 32, 2, 5
+    common = (heads, tokens, dim, torch.bfloat16)
+    codecs = [
+        BlockCodec(*common, axis, 16, byte_order=order, centered=axis == "channel")
+        for axis, order in zip(("channel", "token"), orders)
+    ]
+    generator = torch.Generator().manual_seed(0)
+    data = [torch.randn(rows, pages, *common[:3], generator=generator).to(torch.bfloat16) for _ in codecs]
+    # The codecs' bytes as a CPU makes them.
+    wide, narrow = (torch.cat([c.encode(x, bits) for c, x in zip(codecs, data)], dim=-1) for bits in (8, 2))
+    places = [hf_kvq_kernels.BYTE_ORDERS.index(order) for order in orders]
+    try:
+        arena = torch.zeros_like(wide, device=device)
+        sides = arena.tensor_split([codecs[0].nbytes(8)], dim=-1)
+        for codec, x, side, place in zip(codecs, data, sides, places):
+            hf_kvq_kernels.quantize_(x.to(device), side, 8, codec.axis == "channel", 16, place)
+        if not torch.equal(arena.cpu(), wide):
+            return "what they pack is wrong on this device; please report it"
+        arena, layout = arena.flatten(1), fused.page_layout(*codecs, (8, 8))
+        hf_kvq_kernels.shrink_(arena, pages, layout, 2, *places, True)
+        narrowed = arena[:, : narrow[0].numel()].cpu().view_as(narrow)
+    except Exception as error:  # A compiler or a driver may raise anything.
+        return f"they fail on this device ({type(error).__name__}: {error})"
+    return None if torch.equal(narrowed, narrow) else "what they narrow is wrong on this device; please report it"

@@ -40,6 +40,8 @@ class Case:
     #: Bytes between pages, and between rows, beyond what they need.
     gap: int = 16
     scaling: float = 0.2
+    #: For each row how many pages, and tokens of each exact segment, it holds; all of them if None.
+    row_held: tuple[tuple[int, ...], ...] | None = None
 
     def layout(self) -> PageLayout:
         return PageLayout(
@@ -107,7 +109,15 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> tuple[dict[str, Any
         v.copy_(random(*v.shape))
         segments.append((k, v))
     masks = [_mask(case, n, random) for n in (len(kept), *case.exact)]
-    expected = _attend(case, query, [*parts, *segments], masks)
+    hidden = _hidden(case, (len(kept), *case.exact))
+    expected = _attend(case, query, [*parts, *segments], masks, hidden)
+    counts = [None] * (1 + len(segments))
+    if case.row_held is not None:
+        counts = [torch.tensor(column) for column in zip(*case.row_held)]
+        for row, (n_pages, *tokens) in enumerate(case.row_held):
+            storage[row, n_pages:] = 255
+            for (k, v), n in zip(segments, tokens):
+                k[row, :, n:] = v[row, :, n:] = torch.nan
 
     starts = None if full else torch.tensor([0, *case.held]).cumsum(0).to(torch.int32)
     arguments = {
@@ -122,6 +132,8 @@ def build(case: Case, device: str = "cpu", seed: int = 0) -> tuple[dict[str, Any
         "layout": layout if pages else None,
         "scaling": case.scaling,
         "softcap": case.softcap,
+        "page_held": counts[0] if pages else None,
+        "held": counts[1:],
     }
     return {name: _to(x, device) for name, x in arguments.items()}, *expected
 
@@ -178,16 +190,27 @@ def _mask(case: Case, tokens: int, random) -> torch.Tensor | None:
     raise ValueError(case.mask)
 
 
-def _attend(case: Case, query: torch.Tensor, parts: list, masks: list) -> tuple[torch.Tensor, torch.Tensor]:
+def _hidden(case: Case, tokens: tuple[int, ...]) -> list[torch.Tensor]:
+    """Which tokens of each part no query of a row sees, as it does not hold them: bool [rows, 1, 1, tokens]."""
+    if case.row_held is None:
+        return [torch.zeros(1, 1, 1, n, dtype=torch.bool) for n in tokens]
+    ends = [0, *torch.tensor(case.held).cumsum(0).tolist()]
+    held = [[ends[n_pages], *others] for n_pages, *others in case.row_held]
+    return [torch.arange(n) >= torch.tensor(column)[:, None, None, None] for n, column in zip(tokens, zip(*held))]
+
+
+def _attend(
+    case: Case, query: torch.Tensor, parts: list, masks: list, hidden: list
+) -> tuple[torch.Tensor, torch.Tensor]:
     scores, values = [], []
-    for (k, v), mask in zip(parts, masks):
+    for (k, v), mask, behind in zip(parts, masks, hidden):
         k, v = (x.double().repeat_interleave(case.group, dim=1) for x in (k, v))
         s = query.double() @ k.transpose(-1, -2) * case.scaling
         if case.softcap:
             s = case.softcap * (s / case.softcap).tanh()
         if mask is not None:
             s = s.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else s + mask.double()
-        scores.append(s)
+        scores.append(s.masked_fill(behind, float("-inf")))
         values.append(v)
     scores, values = torch.cat(scores, -1), torch.cat(values, -2)
     return scores.softmax(-1).nan_to_num(0.0) @ values, scores.logsumexp(-1)
@@ -241,12 +264,36 @@ CASES = {
     "exact only fp32": Case(held=(), exact=(70,), dtype=FP32, dims=(80, 48), mask="bool", queries=3),
     "odd strides": Case(gap=2, rows=2),
     "odd bytes": Case(gap=1, rows=2, dtype=FP32),
+    # Rows that hold less than there is room for.
+    "held": Case(rows=3, heads=2, held=(128,) * 3, exact=(70, 9), row_held=((2, 65, 9), (0, 1, 0), (3, 70, 4))),
+    "held, mask": Case(
+        bits=(2, 2),
+        rows=2,
+        queries=2,
+        held=(128,) * 3,
+        exact=(20,),
+        mask="bool",
+        dtype=BF16,
+        row_held=((1, 0), (3, 20)),
+    ),
+    "held, short pages": Case(rows=2, held=(128, 3, 50), exact=(130,), row_held=((2, 129), (1, 64))),
+    "held, exact only": Case(rows=2, held=(), exact=(150,), mask="additive", row_held=((0, 149), (0, 0))),
 }
 TIERED = {
     "tiered": Case(bits=(2, 2), groups=(32, 32), tiers=(20, 3), heads=2, held=(128,) * 3, dtype=BF16, rows=2),
     "tiered v4 g128": Case(bits=(2, 4), tiers=(5, 17), held=(128,) * 3, exact=(3,), rows=1),
     "tiered none": Case(bits=(2, 2), groups=(32, 64), tiers=(0, 0), dims=(80, 64)),
     "tiered masks": Case(bits=(2, 2), groups=(32, 32), tiers=(9, 2), rows=2, mask="bool", queries=3, exact=(5,)),
+    "tiered held": Case(
+        bits=(2, 2),
+        groups=(32, 32),
+        tiers=(20, 3),
+        heads=2,
+        held=(128,) * 3,
+        rows=2,
+        exact=(5,),
+        row_held=((2, 5), (0, 3)),
+    ),
     "tiered fp32": Case(bits=(2, 2), groups=(64, 32), tiers=(16, 16), dtype=FP32, dims=(80, 64)),
 }
 CASES |= TIERED

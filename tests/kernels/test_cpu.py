@@ -691,6 +691,60 @@ def test_rows_do_not_depend_on_each_other():
         assert torch.equal(got[0], out[one]) and torch.equal(got[1], lse[one])
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "torch"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((4, 4), rows=3, heads=2, held=(32,) * 3, exact=((9, FP32, "plain"), (40, FP32, "plain"))),
+        Case(
+            (2, 2),
+            rows=3,
+            held=(32,) * 3,
+            exact=((9, FP32, "plain"),),
+            mask="bool",
+            mask_dims=(True, False, True, True),
+            queries=2,
+        ),
+        Case((16, 16), rows=3, held=(32,) * 2, dtype=BF16, per_channel=False),
+        Case((2, 2), rows=3, held=(32,) * 3, tiers=(4, 4), exact=((9, FP32, "plain"),)),
+    ],
+    ids=["plain", "mask", "16 bits, pages only", "tiers"],
+)
+def test_rows_that_hold_less_than_there_is_room_for(case, kernel):
+    if kernel == "torch" and case.tiers:
+        pytest.skip("plain torch reads tiers through the cache")
+    # What is not held is NaN here, and held by the rows before.
+    arguments = Maker(case).arguments()
+    pages = torch.tensor([len(case.held), 1, 0])
+    tokens = [torch.tensor([n, n - 3, 0]) for n, *_ in case.exact]
+    wanted = []
+    for row in range(case.rows):
+        own = {name: arguments[name][row : row + 1] for name in ("query", "pages")}
+        own["pages"] = own["pages"][:, : int(pages[row])]
+        own["records"] = arguments["records"][5 * row : 5 * row + 5]
+        for name, dim in (("keys", 2), ("values", 2), ("masks", 3)):
+            own[name] = [
+                x if x is None else x[row : row + 1].narrow(dim, 0, int(n[row]))
+                for x, n in zip(arguments[name], tokens)
+            ]
+        mask = arguments["page_mask"]
+        own["page_mask"] = None if mask is None else mask[row : row + 1, ..., : 32 * int(pages[row])]
+        wanted.append(hf_kvq_kernels.attend(**{**arguments, **own}))
+    for row in range(case.rows):
+        arguments["pages"][row, int(pages[row]) :] = 255
+        for x, y, n in zip(arguments["keys"], arguments["values"], tokens):
+            x[row, :, int(n[row]) :] = y[row, :, int(n[row]) :] = float("nan")
+    wanted, wanted_lse = (torch.cat(parts) for parts in zip(*wanted))
+    if kernel == "cpu":
+        got = hf_kvq_kernels.attend(**arguments, page_held=pages, held=tokens)
+        assert torch.equal(got[0], wanted) and torch.equal(got[1], wanted_lse)
+    else:
+        parts = [ExactPart(*x) for x in zip(*(arguments[name] for name in ("keys", "values", "masks")), tokens)]
+        page_part = PackedPart(arguments["pages"], *case.codecs, case.bits, arguments["page_mask"], held=pages)
+        got = hf_kvq.ops.attend(arguments["query"], [page_part, *parts], case.scaling, "torch")
+        torch.testing.assert_close(got.float(), wanted, atol=1e-3, rtol=1e-3)
+
+
 # --- torch's view of the operator ------------------------------------------------------------------------------------
 
 OPERATOR_CASES = {
@@ -704,7 +758,7 @@ OPERATOR_CASES = {
 def positional(arguments: dict[str, Any]) -> tuple:
     names = ("query", "keys", "values", "masks", "pages", "page_mask", "page_starts", "records")
     layout = list(arguments["layout"] or ())
-    return *(arguments[name] for name in names), layout, arguments["scaling"], arguments["softcap"]
+    return *(arguments[name] for name in names), layout, arguments["scaling"], arguments["softcap"], None, []
 
 
 @pytest.mark.parametrize("case", OPERATOR_CASES.values(), ids=OPERATOR_CASES)

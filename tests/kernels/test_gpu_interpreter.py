@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import subprocess
 import sys
@@ -21,10 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in the process of test_in_interpreter")
 
-from gpu_cases import CASES, FP16, TOKENS, TOLERANCE, Case, build  # noqa: E402
-
-from hf_kvq.codecs import BlockCodec  # noqa: E402
-from hf_kvq_kernels.gpu import pack  # noqa: E402
+from gpu_cases import CASES, FP16, TOLERANCE, Case, build  # noqa: E402
 
 
 launcher = importlib.import_module("hf_kvq_kernels.gpu.attend")
@@ -139,51 +135,6 @@ def test_why_not_without_a_gpu():
     if INTERPRETED:
         pytest.skip("the interpreter needs none")
     assert "GPU" in launcher.why_not(torch.zeros(1, 2, 1, 64), None)
-
-
-def codec(case: Case, side: int, centered: bool = False) -> BlockCodec:
-    shape = case.heads, TOKENS, case.dims[side], case.dtype
-    axis = case.axis if side == 0 else "token"
-    return BlockCodec(*shape, axis, case.groups[side], byte_order=(-2, 2), centered=centered)
-
-
-@interpreted
-@pytest.mark.parametrize("bits", [8, 4, 2])
-@pytest.mark.parametrize("name", ["k4v4", "k2v2 token g32", "k4v4 g32", "fp32", "gqa 8"])
-def test_quantize_block_is_the_codec(name, bits):
-    case = CASES[name]
-    for side, centered in itertools.product((0, 1), (False, True)):
-        how = codec(case, side, centered)
-        x = torch.randn(2, case.heads, TOKENS, case.dims[side], generator=torch.Generator().manual_seed(3))
-        x[0, 0, :, 1] = 7.0
-        x[1, 0, 3, 0], x[1, 0, 5, 2], x[0, 0, 9, 4] = torch.nan, torch.inf, 3e38
-        x = x.to(case.dtype)
-        wanted = how.encode(x, bits)
-        got = pack.quantize_block(x, bits, how.axis, how.group_size, centered)
-        # NaN may have any bits; where there is none, all bytes are equal.
-        assert got.shape == wanted.shape
-        same = (got == wanted).view(2, -1, case.dtype.itemsize).all(-1)
-        nan = wanted.view(case.dtype).isnan() & got.view(case.dtype).isnan()
-        assert (same | nan).all()
-        clean = x.nan_to_num(0.0, 1.0, 1.0)
-        got = pack.quantize_block(clean, bits, how.axis, how.group_size, centered)
-        assert torch.equal(got, how.encode(clean, bits))
-
-
-@interpreted
-@pytest.mark.parametrize(("old", "new"), [(16, 8), (16, 2), (8, 4), (8, 2), (4, 2)])
-@pytest.mark.parametrize("name", ["k4v4", "k2v2 token g32"])
-@pytest.mark.parametrize("centered", [True, False])
-def test_shrink_page_is_the_codec(centered, name, old, new):
-    case = CASES[name]
-    parts = []
-    for bits in (old, new):
-        blocks = []
-        for side in (0, 1):
-            x = torch.randn(2, case.heads, TOKENS, case.dims[side], generator=torch.Generator().manual_seed(side))
-            blocks.append(codec(case, side, centered and side == 0).encode(x.to(case.dtype), bits))
-        parts.append(torch.cat(blocks, dim=-1))
-    assert torch.equal(pack.shrink_page(parts[0], old, new, case.layout(), centered), parts[1])
 
 
 def run_ptx(text: str, word: int) -> int:

@@ -107,6 +107,41 @@ def test_compiles_for_amd(name):
     assert result["registers"] > 0
 
 
+PACKING_FAST = ("quantize channel 2", "quantize token 4", "shrink 4 to 2", "ranges")
+PACKING_EVERYWHERE = ("quantize channel 2", "quantize token 2", "tiers g32", "shrink 4 to 2")
+
+
+def test_packing_fast():
+    check(offline.measure([(name, "sm_80") for name in PACKING_FAST]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", offline.CUDA)
+def test_packing_everywhere(target):
+    names = offline.PACKING if target == "sm_80" else PACKING_EVERYWHERE
+    check(offline.measure([(name, target) for name in names]))
+
+
+@pytest.mark.slow
+def test_packing_compiles_for_amd():
+    results = offline.measure([(name, offline.AMD) for name in PACKING_EVERYWHERE])
+    assert [result["spills"] for result in results] == [0] * len(results)
+
+
+def test_packing_of_odd_shapes():
+    """The interpreter takes tiles of any size, the compiler only powers of two."""
+    shapes = [(16, 20, 24), (64, 8, 96), (128, 80, 32), (128, 80, 80)]
+    kernels = offline.quantize(shapes)
+    assert (kernels.count("quantize_kernel"), kernels.count("tiers_kernel")) == (7, 3)
+
+
+@pytest.mark.parametrize(("bits", "target_bits", "first"), [(16, 4, 2), (8, 4, 4)])
+def test_narrowing_compiles_before_it_changes_anything(bits, target_bits, first):
+    launches = offline.shrink(bits, target_bits)
+    # Those that write to the work space.
+    assert set(launches) == set(launches[:first]) and len(launches) > 2 * first
+
+
 if __name__ == "__main__":
     # Write what is reached now as the new budget, 2 % above it.
     costs: dict[str, dict[str, int]] = {}

@@ -11,7 +11,7 @@ import torch
 import hf_kvq_kernels
 from hf_kvq.codecs import BlockCodec
 from hf_kvq.codecs.tiered import TieredKeyCodec
-from hf_kvq.ops import byte_orders, encode_blocks, encode_tiers, shrink_pages
+from hf_kvq.ops import byte_orders, encode_blocks, encode_tiers, packing, shrink_pages
 from hf_kvq.transforms import HadamardRotation
 
 
@@ -120,6 +120,19 @@ def test_shrinking_in_place(centered, dtype, axis, bits, target, calls):
 
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("group", [1, 2, 4])
+def test_narrower_pages_need_not_be_smaller(group, kernel):
+    codecs = [codec_of(16, 8, group, "token", torch.bfloat16, value) for value in (False, True)]
+    x = numbers(1, 200, 2, 16, 8, dtype=torch.bfloat16).nan_to_num()
+    old, want = (torch.cat([codec.encode(x, bits) for codec in codecs], dim=-1) for bits in (16, 8))
+    assert (old.shape[2] < want.shape[2]) == (group < 4)
+    data = torch.zeros(1, want.numel(), dtype=torch.uint8)
+    data[:, : old.numel()] = old.flatten(1)
+    shrink_pages(data, 200, codecs, 16, 8, kernel)
+    assert torch.equal(data, want.flatten(1))
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_transforms(kernel):
     codec = codec_of(32, 32, 32, "token", torch.bfloat16, True, transform=HadamardRotation(32))
     x = numbers(1, 2, 2, 32, 32, dtype=torch.bfloat16)[:, :1]
@@ -180,7 +193,9 @@ def test_either_side_stops_at_its_floor(floors, bits, target, kernel, calls):
     held, want = pages(bits).flatten(1).clone(), pages(target)
     shrink_pages(held, 3, codecs, bits, target, kernel, floors)
     assert torch.equal(held[:, : want[0].numel()].unflatten(1, (3, -1)), want)
-    assert bool(calls) == (kernel == "auto" and max(floors) <= target)
+    assert ("shrink_" in calls) == (kernel == "auto" and max(floors) <= target)
+    if bits == 16 and min(floors) < 16:
+        assert bool(calls) == (kernel == "auto")
 
 
 def test_plain_torch_if_asked_for_or_needed(calls):
@@ -199,6 +214,19 @@ def test_plain_torch_if_asked_for_or_needed(calls):
     shrink_pages(data, 2, (moved, moved), 8, 4, "auto")
     assert torch.equal(data[:, : 4 * out.shape[-1]].unflatten(1, (2, 2, -1)), torch.stack([out, out], dim=2))
     assert not calls
+
+
+@pytest.mark.parametrize("failure", [None, "they fail on this device"])
+def test_elsewhere_kernels_are_checked_first(failure, calls, monkeypatch):
+    said = []
+    monkeypatch.setattr(packing.logger, "warning_once", said.append)
+    monkeypatch.setattr(packing.selfcheck, "packing_failure", lambda device, orders: failure)
+    monkeypatch.setattr(hf_kvq_kernels, "why_not_packing", lambda x, *how: None)
+    codec = codec_of(32, 24, 32, "channel", torch.float32)
+    x = torch.empty(1, 2, 2, 32, 24, device="meta")
+    encode_blocks(codec, x, 4, torch.empty(1, 2, codec.nbytes(4), dtype=torch.uint8, device="meta"), "auto")
+    assert calls == ([] if failure else ["quantize_"])
+    assert [failure in line for line in said] == ([True] if failure else [])
 
 
 def test_threads_do_not_matter():

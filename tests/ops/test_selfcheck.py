@@ -49,3 +49,47 @@ def test_the_problem_is_worth_checking(bits):
     without = naive.attend(query, parts[1:], 0.2), naive.attend(query, parts[:1], 0.2)
     for out in without:
         assert float((naive.attend(query, parts, 0.2) - out).abs().max()) > 3 * selfcheck._TOLERANCE
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """Packs again at every check; replaces an operator by what a function makes of its arguments."""
+    selfcheck.packing_failure.cache_clear()
+
+    def replace(name, before=lambda *arguments: arguments, after=lambda *arguments: None):
+        kernel = getattr(hf_kvq_kernels, name)
+
+        def run(*arguments):
+            kernel(*before(*arguments))
+            after(*arguments)
+
+        monkeypatch.setattr(hf_kvq_kernels, name, run)
+        return selfcheck.packing_failure(CPU, ORDERS)
+
+    yield replace
+    selfcheck.packing_failure.cache_clear()
+
+
+def test_right_packing_passes(packing):
+    assert packing("shrink_") is None
+
+
+def test_wrong_packing_is_found(packing):
+    def after(x, out, *how):
+        out[-1, -1, 7] += 1
+
+    assert "what they pack is wrong" in packing("quantize_", after=after)
+
+
+def test_wrong_narrowing_is_found(packing):
+    def without_centers(*arguments):
+        return *arguments[:-1], False
+
+    assert "what they narrow is wrong" in packing("shrink_", before=without_centers)
+
+
+def test_packing_that_raises_is_found(packing):
+    def before(*arguments):
+        raise RuntimeError("no kernel image")
+
+    assert "RuntimeError: no kernel image" in packing("quantize_", before=before)

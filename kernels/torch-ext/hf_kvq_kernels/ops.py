@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from . import cpu
@@ -13,7 +15,8 @@ from .pages import PageLayout
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _LIBRARY.define(
     "attend(Tensor query, Tensor[] keys, Tensor[] values, Tensor?[] masks, Tensor? pages, Tensor? page_mask, "
-    "Tensor? page_starts, Tensor[] records, int[] layout, float scaling, float softcap) -> (Tensor, Tensor)"
+    "Tensor? page_starts, Tensor[] records, int[] layout, float scaling, float softcap, Tensor? page_held, "
+    "Tensor?[] held) -> (Tensor, Tensor)"
 )
 _LIBRARY.define(
     "quantize_(Tensor x, Tensor(a!) out, int bits, bool per_channel, int group, int order, bool centered) -> ()"
@@ -42,6 +45,8 @@ def attend(
     layout: PageLayout | None,
     scaling: float,
     softcap: float = 0.0,
+    page_held: torch.Tensor | None = None,
+    held: Sequence[torch.Tensor | None] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over exact tokens and pages of packed ones: one softmax, nothing is dequantized.
 
@@ -61,13 +66,17 @@ def attend(
         layout: what a page looks like.
         scaling: factor on the scores.
         softcap: if positive, scores are `softcap * tanh(score / softcap)`; masks come after that.
+        page_held, held: for the pages, and for each exact piece, None or int64 [rows] on the query's device: how many
+            of them a row holds. What lies behind is not looked at. So a call can be recorded and repeated while the
+            numbers change.
 
     Returns:
         Output, float32 [rows, query heads, queries, value_dim], and log(sum(exp(scores))), float32
         [rows, query heads, queries]. A query that sees no token gets 0 and -inf.
     """
-    op = getattr(torch.ops, NAMESPACE).attend
-    return op(query, keys, values, masks, pages, page_mask, page_starts, records, list(layout or ()), scaling, softcap)
+    op, layout = getattr(torch.ops, NAMESPACE).attend, list(layout or ())
+    body = pages, page_mask, page_starts, records, layout
+    return op(query, keys, values, masks, *body, scaling, softcap, page_held, held)
 
 
 def quantize_(
@@ -116,19 +125,22 @@ def shrink_(
     op(data, pages, list(layout), to_bits, key_order, value_order, centered_keys)
 
 
-def _attend_cpu(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
-    layout = PageLayout(*layout) if layout else None
-    return cpu.attend(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap)
+def _attend_cpu(*arguments):
+    return cpu.attend(*_with_layout(arguments))
 
 
-def _attend_gpu(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
+def _attend_gpu(*arguments):
     from . import gpu
 
-    layout = PageLayout(*layout) if layout else None
-    return gpu.attend(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap)
+    return gpu.attend(*_with_layout(arguments))
 
 
-def _attend_fake(query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap):
+def _with_layout(arguments):
+    layout = arguments[8]
+    return *arguments[:8], PageLayout(*layout) if layout else None, *arguments[9:]
+
+
+def _attend_fake(query, keys, values, masks, pages, page_mask, page_starts, records, layout, *options):
     dim = PageLayout(*layout).value_dim if layout else values[0].shape[3]
     return (
         query.new_empty(*query.shape[:3], dim, dtype=torch.float32),
@@ -148,11 +160,32 @@ def _shrink_cpu(data, pages, layout, to_bits, key_order, value_order, centered_k
     cpu.shrink_(data, pages, PageLayout(*layout), to_bits, key_order, value_order, centered_keys)
 
 
+def _quantize_gpu(*arguments):
+    from .gpu import pack
+
+    pack.quantize_(*arguments)
+
+
+def _quantize_tiers_gpu(*arguments):
+    from .gpu import pack
+
+    return pack.quantize_tiers_(*arguments)
+
+
+def _shrink_gpu(data, pages, layout, to_bits, key_order, value_order, centered_keys):
+    from .gpu import pack
+
+    pack.shrink_(data, pages, PageLayout(*layout), to_bits, key_order, value_order, centered_keys)
+
+
 _LIBRARY.impl("attend", _attend_cpu, "CPU")
 _LIBRARY.impl("attend", _attend_gpu, "CUDA")
 _LIBRARY.impl("quantize_", cpu.quantize_, "CPU")
+_LIBRARY.impl("quantize_", _quantize_gpu, "CUDA")
 _LIBRARY.impl("quantize_tiers_", cpu.quantize_tiers_, "CPU")
+_LIBRARY.impl("quantize_tiers_", _quantize_tiers_gpu, "CUDA")
 _LIBRARY.impl("shrink_", _shrink_cpu, "CPU")
+_LIBRARY.impl("shrink_", _shrink_gpu, "CUDA")
 for _name, _fake in {
     "attend": _attend_fake,
     "quantize_": lambda *arguments: None,
@@ -174,13 +207,22 @@ def why_not(query: torch.Tensor, layout: PageLayout | None) -> str | None:
     return f"there are no kernels for {query.device.type}"
 
 
-def why_not_packing(x: torch.Tensor, *orders: int) -> str | None:
+def why_not_packing(
+    x: torch.Tensor, order: int = 0, tokens: int = 128, along: int = 128, group: int = 128
+) -> str | None:
     """Why no kernel can pack such keys or values, or None if one can.
 
     Args:
         x: of their dtype and on their device.
-        orders: places in `BYTE_ORDERS` that are wanted.
+        order: place in `BYTE_ORDERS`.
+        tokens: of a block.
+        along: tokens or channels that groups run along.
+        group: elements that share one (min, max).
     """
     if x.device.type == "cpu":
-        return cpu.why_not_packing(x, *orders)
+        return cpu.why_not_packing(x, order)
+    if x.device.type == "cuda":
+        from .gpu import pack
+
+        return pack.why_not_packing(x, order, tokens, along, group)
     return f"there are no kernels for {x.device.type}"

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import functools
 import struct
+from collections.abc import Sequence
 
 import torch
 
@@ -86,8 +87,13 @@ def attend(
     layout: PageLayout | None,
     scaling: float,
     softcap: float,
+    page_held: torch.Tensor | None = None,
+    held: Sequence[torch.Tensor | None] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `hf_kvq_kernels.attend`."""
+    if page_held is not None or any(count is not None for count in held):
+        body = pages, page_mask, page_starts, records, layout
+        return _attend_by_row(query, keys, values, masks, *body, scaling, softcap, page_held, held)
     rows, query_heads, queries, key_dim = query.shape
     heads = layout.heads if pages is not None else keys[0].shape[1]
     value_dim = layout.value_dim if pages is not None else values[0].shape[3]
@@ -120,6 +126,45 @@ def attend(
     if _library().kvq_attend(problem):
         raise MemoryError("attention over a quantized cache: no memory for its work space")
     return out, lse
+
+
+def _attend_by_row(
+    query: torch.Tensor,
+    keys: list[torch.Tensor],
+    values: list[torch.Tensor],
+    masks: list[torch.Tensor | None],
+    pages: torch.Tensor | None,
+    page_mask: torch.Tensor | None,
+    page_starts: torch.Tensor | None,
+    records: list[torch.Tensor],
+    layout: PageLayout | None,
+    scaling: float,
+    softcap: float,
+    page_held: torch.Tensor | None,
+    held: Sequence[torch.Tensor | None],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` where rows hold less than there is room for: each row with what it holds."""
+    results = []
+    for row in range(query.shape[0]):
+        tokens = [None if count is None else int(count[row]) for count in held] or [None] * len(keys)
+        n_pages = columns = None if page_held is None else int(page_held[row])
+        if n_pages is not None:
+            columns = n_pages * layout.tokens if page_starts is None else int(page_starts[n_pages])
+        exact = (
+            [_first(x, row, n, dim) for x, n in zip(xs, tokens)] for xs, dim in ((keys, 2), (values, 2), (masks, 3))
+        )
+        body = _first(pages, row, n_pages, 1), _first(page_mask, row, columns, 3), page_starts
+        own = records[5 * row : 5 * row + 5]
+        results.append(attend(query[row : row + 1], *exact, *body, own, layout, scaling, softcap))
+    return tuple(torch.cat(parts) for parts in zip(*results))
+
+
+def _first(x: torch.Tensor | None, row: int, count: int | None, dim: int) -> torch.Tensor | None:
+    """A row of `x`, or the only one, up to `count` along `dim`."""
+    if x is None:
+        return None
+    x = x if x.shape[0] == 1 else x[row : row + 1]
+    return x if count is None else x.narrow(dim, 0, min(count, x.shape[dim]))
 
 
 def quantize_(

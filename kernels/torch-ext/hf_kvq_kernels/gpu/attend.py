@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,6 +77,8 @@ def attend(
     layout: PageLayout | None,
     scaling: float,
     softcap: float,
+    page_held: torch.Tensor | None = None,
+    held: Sequence[torch.Tensor | None] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """softmax over all parts of query @ K^T * scaling, times V, and the log-sum-exp of the scores.
 
@@ -92,15 +95,17 @@ def attend(
         scaling: factor on the inner products.
         softcap: if positive, scores become softcap * tanh(scores / softcap), before the mask.
 
+        page_held, held: for the pages, and for each segment, None or int64 [rows] on the device: how many of them a
+            row holds. What is behind them is not looked at.
+
     Returns:
         float32 [rows, query_heads, queries, value_dim] and [rows, query_heads, queries]; for a query that sees
         nothing 0 and -inf.
     """
     # Triton launches on the current device.
     with torch.cuda.device_of(query):
-        return _attend(
-            query, keys, values, masks, pages, page_mask, page_starts, records, layout, scaling, softcap
-        )  # fmt: skip
+        body = pages, page_mask, page_starts, records, layout
+        return _attend(query, keys, values, masks, *body, scaling, softcap, page_held, held)
 
 
 def _attend(
@@ -115,10 +120,12 @@ def _attend(
     layout: PageLayout | None,
     scaling: float,
     softcap: float,
+    page_held: torch.Tensor | None = None,
+    held: Sequence[torch.Tensor | None] = (),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if query.stride(-1) != 1:
         query = query.contiguous()
-    segments = [s for s in zip(keys, values, masks) if s[0].shape[2]]
+    segments = [s for s in zip(keys, values, masks, held or [None] * len(keys)) if s[0].shape[2]]
     if pages is not None and not pages.shape[1]:
         pages = None
     rows, query_heads, queries, _ = query.shape
@@ -133,41 +140,41 @@ def _attend(
     # Splits of each part: as many as keep the device busy.
     places = rows * heads * blocks
     page_step, page_splits = _split(pages.shape[1], 1, places, query.device) if pages is not None else (1, 0)
-    steps = [_split(k.shape[2], EXACT_TOKENS, places, query.device) for k, _, _ in segments]
+    steps = [_split(k.shape[2], EXACT_TOKENS, places, query.device) for k, *_ in segments]
     slots = page_splits + sum(n for _, n in steps)
-    out = query.new_zeros(rows, query_heads, queries, value_dim, dtype=torch.float32)
-    lse = query.new_full((rows, query_heads, queries), float("-inf"), dtype=torch.float32)
+    out = query.new_empty(rows, query_heads, queries, value_dim, dtype=torch.float32)
+    lse = query.new_empty(rows, query_heads, queries, dtype=torch.float32)
     if not slots:
-        return out, lse
+        return out.zero_(), lse.fill_(float("-inf"))
     partial = query.new_empty(rows, heads, slots, count, value_dim, dtype=torch.float32)
     partial_lse = query.new_empty(rows, heads, slots, count, dtype=torch.float32)
     if pages is not None:
         options = {**page_constants(layout, query.dtype, bool(records)), **common}
         ends = (page_step, slots, queries, scaling, softcap)
         grid = (heads, page_splits, blocks)
-        sources = (query, pages, page_mask, page_starts, partial, partial_lse)
+        sources = (query, pages, page_mask, page_held, page_starts, partial, partial_lse)
         if not records:
             _launch_pages((rows * heads, *grid[1:]), *sources, [None] * 5, layout, ends, options)
         else:
             # Every row has buffers of its own.
             if page_mask is not None:
-                sources = (query, pages, page_mask.expand(rows, *[-1] * 3), *sources[3:])
+                sources = (*sources[:2], page_mask.expand(rows, *[-1] * 3), *sources[3:])
             for row in range(rows):
-                of_row = [x if x is None else x[row : row + 1] for x in sources[:3]]
+                of_row = [x if x is None else x[row : row + 1] for x in sources[:4]]
                 own = (page_starts, partial[row:], partial_lse[row:])
                 _launch_pages(grid, *of_row, *own, records[5 * row : 5 * row + 5], layout, ends, options)
     first = page_splits
-    for (k, v, mask), (step, splits) in zip(segments, steps):
+    for (k, v, mask, row_tokens), (step, splits) in zip(segments, steps):
         k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
         mask, strides, kind = _mask_arguments(mask, query)
         dtype = torch.promote_types(torch.promote_types(query.dtype, k.dtype), v.dtype)
         exact_kernel[(rows * heads, splits, blocks)](
-            query, k, v, mask, partial, partial_lse,
+            query, k, v, mask, row_tokens, partial, partial_lse,
             *query.stride()[:3], *k.stride()[:3], *v.stride()[:3], *strides,
             k.shape[2], step, first, slots, queries, scaling, softcap,
             KEY_DIM=k.shape[-1], VALUE_DIM=value_dim, KEY_TILE=_tile(k.shape[-1]), VALUE_TILE=_tile(value_dim),
             TOKENS=EXACT_TOKENS // 2 if dtype == torch.float32 else EXACT_TOKENS,
-            MASK=kind, EXACT=_exact_math(dtype), **common, num_warps=4, num_stages=2,
+            MASK=kind, HELD=row_tokens is not None, EXACT=_exact_math(dtype), **common, num_warps=4, num_stages=2,
         )  # fmt: skip
         first += splits
     reduce_kernel[(rows * heads, count)](
@@ -216,6 +223,7 @@ def _launch_pages(
     query: torch.Tensor,
     pages: torch.Tensor,
     mask: torch.Tensor | None,
+    row_pages: torch.Tensor | None,
     starts: torch.Tensor | None,
     partial: torch.Tensor,
     partial_lse: torch.Tensor,
@@ -235,10 +243,10 @@ def _launch_pages(
         # Tokens 2 w and 2 w + 1 in one element, as in the pages' words; the counts of both tiers in one.
         low, counts = low.view(torch.int16), counts.view(torch.int32)
     pages_kernel[grid](
-        query, pages.view(torch.int16), pages.view(dtype), mask, starts,
+        query, pages.view(torch.int16), pages.view(dtype), mask, starts, row_pages,
         counts, low, low_channel, exact, exact_channel, partial, partial_lse,
         *query.stride()[:3], pages.stride(0) // 2, pages.stride(1) // 2, *strides, pages.shape[1], *ends,
-        MASK=kind, SHORT=starts is not None, **options, num_warps=page_warps(options),
+        MASK=kind, SHORT=starts is not None, HELD=row_pages is not None, **options, num_warps=page_warps(options),
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ def exact_kernel(
     keys,
     values,
     mask,
+    row_tokens,
     out,
     lse,
     query_row,
@@ -55,10 +56,14 @@ def exact_kernel(
     TOKENS: tl.constexpr,
     QUERIES: tl.constexpr,
     MASK: tl.constexpr,
+    HELD: tl.constexpr,
     SOFTCAP: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """Attention over tokens [split * tokens_per_split, ..) of one row and KV head; EXACT is the dots' type."""
+    """Attention over tokens [split * tokens_per_split, ..) of one row and KV head; EXACT is the dots' type.
+
+    HELD: the row has `row_tokens[row]` tokens, which the programs share.
+    """
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = (tl.program_id(0) % HEADS).to(tl.int64)
     split = tl.program_id(1)
@@ -87,6 +92,9 @@ def exact_kernel(
     acc = tl.zeros([VALUE_TILE, QUERIES], tl.float32)
     weight = tl.zeros([TOKENS, QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
+    if HELD:
+        n_tokens = tl.load(row_tokens + row).to(tl.int32)
+        tokens_per_split = tl.cdiv(tl.cdiv(n_tokens, tl.num_programs(1)), TOKENS) * TOKENS
     first = split * tokens_per_split
     last = tl.minimum(first + tokens_per_split, n_tokens)
     for start in range(first, last, TOKENS):

@@ -1,202 +1,173 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
-"""Quantization of pages on a GPU, and narrowing of their codes: bit for bit what the codecs do on a CPU."""
+"""Quantization of blocks on a GPU, and narrowing of pages in place: to the bit what the codecs do on a CPU."""
 
 from __future__ import annotations
 
+import math
+
 import torch
-import triton
-import triton.language as tl
 
 from ..pages import DTYPES, PageLayout
 
 
-# Beyond this magnitude (max - min) would leave float32; see the codecs.
-_LARGEST = tl.constexpr(2.0**126)
+try:
+    import triton
+
+    from .codes import quantize_kernel, ranges_kernel, shrink_kernel, tiers_kernel
+except ImportError:
+    triton = None
 
 
-@triton.jit
-def narrowed(codes, FROM: tl.constexpr, TO: tl.constexpr, CENTERED: tl.constexpr):
-    """Unsigned codes of FROM bits at TO bits, by equivalent right shifts, but for 2 bits where CENTERED."""
-    if FROM >= 16 and TO <= 8:
-        codes = ((codes + 128) * 65281) >> 24
-    if FROM >= 8 and TO <= 4:
-        codes = ((codes + 8) * 241) >> 12
-    if FROM >= 4 and TO <= 2:
-        codes = (codes if CENTERED else (codes + 2) * 13 >> 4) >> 2
-    return codes
+# The order of bytes that the kernels know, by its place in `BYTE_ORDERS`.
+_WORDS = 3
+
+# Elements that a program of four warps holds in registers, and (min, max) pairs.
+_ELEMENTS = 4096
+_RANGES = 1024
+
+# Bytes of the first pages that narrowing takes through a work space.
+_WORK_BYTES = 1 << 22
 
 
-@triton.jit
-def store_codes(words, codes, channels, dim, TOKENS: tl.constexpr, TILE: tl.constexpr, BITS: tl.constexpr):
-    """[tokens, channels] -> words [tokens * bits / 16, dim]: token 2 w + r + p * m in byte r, plane p of word w."""
-    PLANES: tl.constexpr = 8 // BITS
-    ROWS: tl.constexpr = TOKENS // PLANES // 2
-    codes = tl.reshape(codes, [PLANES, ROWS, 2, TILE])
-    shift = (tl.arange(0, PLANES) * BITS)[:, None] + (tl.arange(0, 2) * 8)[None, :]
-    # The bits are disjoint, so that a sum joins them.
-    packed = tl.sum(tl.sum(codes << shift[:, None, :, None].to(tl.uint32), 2), 0)
-    at = words + tl.arange(0, ROWS)[:, None] * dim + channels[None, :]
-    tl.store(at, packed.to(tl.uint16).to(tl.int16, bitcast=True), mask=(channels < dim)[None, :])
+def why_not_packing(x: torch.Tensor, order: int, tokens: int, along: int, group: int) -> str | None:
+    """See `hf_kvq_kernels.why_not_packing`."""
+    if triton is None:
+        return "Triton is not installed"
+    if x.dtype not in DTYPES:
+        return f"the GPU kernels do not take {x.dtype}"
+    if order != _WORDS:
+        return "these codes are laid out for another kind of device"
+    if tokens < 16 or tokens & (tokens - 1):
+        return f"the GPU kernels want pages of 16, 32, 64, 128, ... tokens, got {tokens}"
+    if group < along and group & (group - 1):
+        return f"the GPU kernels want groups of a power of two or of all {along} elements, got {group}"
+    return None
 
 
-@triton.jit
-def quantize_kernel(
-    x,
-    words,
-    ranges,
-    dim,
-    words_block,
-    ranges_block,
-    ranges_start,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    GROUP: tl.constexpr,
-    PER_CHANNEL: tl.constexpr,
-    BITS: tl.constexpr,
-    SATURATE: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
-    """One head of one block, TILE of its channels: codes and every group's (min, max)."""
-    block = (tl.program_id(0) // HEADS).to(tl.int64)
-    head = tl.program_id(0) % HEADS
-    tokens = tl.arange(0, TOKENS)
-    channels = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    inside = (channels < dim)[None, :]
-    at = x + tl.program_id(0).to(tl.int64) * TOKENS * dim + tokens[:, None] * dim + channels[None, :]
-    data = tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    AXIS: tl.constexpr = 1 if PER_CHANNEL else 2
-    SHAPE: tl.constexpr = [TOKENS // GROUP, GROUP, TILE] if PER_CHANNEL else [TOKENS, TILE // GROUP, GROUP]
-    broken = tl.max(tl.reshape((data != data).to(tl.int32), SHAPE), AXIS) > 0
-    low = tl.min(tl.reshape(tl.where(inside, data, float("inf")), SHAPE), AXIS)
-    high = tl.max(tl.reshape(tl.where(inside, data, float("-inf")), SHAPE), AXIS)
-    if SATURATE:
-        low = tl.where(tl.abs(low) == float("inf"), low, tl.minimum(tl.maximum(low, -_LARGEST), _LARGEST))
-        high = tl.where(tl.abs(high) == float("inf"), high, tl.minimum(tl.maximum(high, -_LARGEST), _LARGEST))
-    low = tl.where(broken, float("nan"), low)
-    high = tl.where(broken, float("nan"), high)
-
-    grouped = tl.reshape(data, SHAPE)
-    scale = tl.div_rn(high - low, tl.full(low.shape, 65535.0, tl.float32))
-    code = tl.div_rn(grouped - tl.expand_dims(low, AXIS), tl.expand_dims(scale, AXIS) + tl.zeros(SHAPE, tl.float32))
-    # A constant group divides 0 by 0.
-    code = tl.where(code == code, code, 0.0)
-    code = tl.minimum(tl.maximum(code, 0.0), 65535.0)
-    # Rounds to even, as numbers from 2^23 to 2^24 have no fraction.
-    code = (code + 8388608.0) - 8388608.0
-    code = narrowed(tl.reshape(code, [TOKENS, TILE]).to(tl.uint32), 16, BITS, CENTERED)
-    words += block * words_block + head * (TOKENS * BITS // 16 * dim)
-    store_codes(words, code, channels, dim, TOKENS, TILE, BITS)
-
-    ranges += block * ranges_block + ranges_start
-    if PER_CHANNEL:
-        GROUPS: tl.constexpr = TOKENS // GROUP
-        group = tl.arange(0, GROUPS)
-        at = (head * GROUPS + group)[:, None] * dim + channels[None, :]
-        tl.store(ranges + at, low, mask=inside)
-        tl.store(ranges + HEADS * GROUPS * dim + at, high, mask=inside)
-    else:
-        groups = (dim + GROUP - 1) // GROUP
-        group = tl.program_id(1) * (TILE // GROUP) + tl.arange(0, TILE // GROUP)
-        at = (head * TOKENS + tokens)[:, None] * groups + group[None, :]
-        tl.store(ranges + at, low, mask=(group < groups)[None, :])
-        tl.store(ranges + HEADS * TOKENS * groups + at, high, mask=(group < groups)[None, :])
+def quantize_(
+    x: torch.Tensor, out: torch.Tensor, bits: int, per_channel: bool, group: int, order: int, centered: bool
+) -> None:
+    """See `hf_kvq_kernels.quantize_`; blocks of `out` begin at multiples of the size of an element of `x`."""
+    rows, blocks, heads, tokens, dim = x.shape
+    if not x.numel():
+        return
+    tile, words, group = _tiling(tokens, dim, bits, per_channel, group)
+    grid = (rows * blocks * heads, triton.cdiv(dim, tile), tokens * bits // 16 // words)
+    with torch.cuda.device_of(x):
+        quantize_kernel[grid](
+            x, out.view(torch.int16), out.view(x.dtype), blocks, dim, *x.stride(), *out.stride()[:2],
+            ITEM=x.element_size(), HEADS=heads, TOKENS=tokens, TILE=tile, ROWS=words, GROUP=group,
+            PER_CHANNEL=per_channel, BITS=bits, SATURATE=x.dtype != torch.float16, CENTERED=centered and bits == 2,
+            num_warps=4,
+        )  # fmt: skip
 
 
-@triton.jit
-def shrink_kernel(
-    old,
-    new,
-    dim,
-    old_block,
-    new_block,
-    HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    TILE: tl.constexpr,
-    FROM: tl.constexpr,
-    TO: tl.constexpr,
-    CENTERED: tl.constexpr,
-):
-    """One head of one block, TILE of its channels: codes of FROM bits, as bytes, to words of codes of TO bits."""
-    block = (tl.program_id(0) // HEADS).to(tl.int64)
-    head = tl.program_id(0) % HEADS
-    channels = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    token = tl.arange(0, TOKENS)
-    BYTES: tl.constexpr = TOKENS * FROM // 8
-    byte = token % BYTES
-    at = ((byte // 2)[:, None] * dim + channels[None, :]) * 2 + (byte % 2)[:, None]
-    old += block * old_block + head * (BYTES * dim)
-    codes = tl.load(old + at, mask=(channels < dim)[None, :], other=0).to(tl.uint32)
-    codes = (codes >> (token // BYTES * FROM)[:, None].to(tl.uint32)) & (2**FROM - 1)
-    new += block * new_block + head * (TOKENS * TO // 16 * dim)
-    store_codes(new, narrowed(codes, FROM, TO, CENTERED), channels, dim, TOKENS, TILE, TO)
+def quantize_tiers_(
+    x: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, group: int, order: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `hf_kvq_kernels.quantize_tiers_`."""
+    heads, tokens, dim = x.shape
+    low, exact = ((tiers == tier).flatten() for tier in (1, 2))
+    # Records are sorted by head and channel.
+    places = torch.where(exact, exact.cumsum(0), low.cumsum(0)).sub_(1).to(torch.int32)
+    low_channel, exact_channel = ((kind.nonzero()[:, 0] % dim).to(torch.uint8) for kind in (low, exact))
+    low = low_channel.new_empty(len(low_channel), tokens // 4)
+    exact = x.new_empty(len(exact_channel), tokens)
+    tile, _, group = _tiling(tokens, dim, 2, True, group)
+    with torch.cuda.device_of(x):
+        tiers_kernel[(heads, triton.cdiv(dim, tile))](
+            x, tiers.to(torch.uint8).contiguous(), places, out.view(torch.int16), out.view(x.dtype),
+            low.view(torch.int16), exact, dim, *x.stride(),
+            ITEM=x.element_size(), HEADS=heads, TOKENS=tokens, TILE=tile, GROUP=group,
+            SATURATE=x.dtype != torch.float16, num_warps=4,
+        )  # fmt: skip
+    return low, low_channel, exact, exact_channel
 
 
-def quantize_block(x: torch.Tensor, bits: int, axis: str, group: int, centered: bool = False) -> torch.Tensor:
-    """[.., heads, tokens, dim] -> uint8 [.., bytes]: packed codes, then every group's minimum, then the maxima.
+def shrink_(
+    data: torch.Tensor,
+    pages: int,
+    layout: PageLayout,
+    to_bits: int,
+    key_order: int,
+    value_order: int,
+    centered_keys: bool,
+) -> None:
+    """See `hf_kvq_kernels.shrink_`.
 
-    Args:
-        x: floating point; tokens a power of two.
-        bits: 8, 4 or 2.
-        axis: "channel" for groups along the tokens of a channel, "token" for groups along the channels of a token.
-        group: elements per group, a power of two unless it covers everything.
-        centered: at 2 bits, codes stand for the centers of the quarters of their groups' ranges.
+    Programs of a launch run in any order, but launches one after the other. So each launch writes only where nothing
+    lies that it, or a later one, has yet to read: with pages of `old` bytes that become `new` ones, pages [i, j) are
+    read from i * old on and written up to j * new, which is at most i * old. From i on there is room for i * old / new
+    pages, so that few launches do for any number of pages. The first pages would land on themselves; they go
+    through a work space, which is all memory that is needed, and is there before anything changes.
     """
-    heads, tokens, dim = x.shape[-3:]
-    data = x.contiguous().view(-1, heads, tokens, dim)
-    per_channel = axis == "channel"
-    group = min(group, tokens) if per_channel else min(group, triton.next_power_of_2(dim))
-    if group & (group - 1) or tokens & (tokens - 1) or tokens < 16:
-        raise ValueError(f"groups and tokens must be powers of two, got group={group} and {tokens} tokens")
-    groups = tokens // group * dim if per_channel else tokens * -(-dim // group)
-    codes, size = heads * tokens * bits // 8 * dim, x.element_size()
-    out = torch.empty(data.shape[0], codes + 2 * heads * groups * size, dtype=torch.uint8, device=x.device)
-    tile = max(32, group) if not per_channel else 32
-    quantize_kernel[(data.shape[0] * heads, -(-dim // tile))](
-        data, out.view(torch.int16), out.view(x.dtype), dim, out.shape[1] // 2, out.shape[1] // size, codes // size,
-        HEADS=heads, TOKENS=tokens, TILE=tile, GROUP=group, PER_CHANNEL=per_channel, BITS=bits,
-        SATURATE=x.dtype != torch.float16, CENTERED=centered, num_warps=4,
-    )  # fmt: skip
-    if centered and bits == 2:
-        out[:, codes:] = _to_centers(out[:, codes:], x.dtype)
-    return out.view(*x.shape[:-3], -1)
+    narrow = layout._replace(key_bits=to_bits, value_bits=to_bits)
+    old, new = (each.key_bytes() + each.value_bytes() for each in (layout, narrow))
+    rows = data.shape[0]
+    if not rows or not pages:
+        return
+    # Enough that there is room for at least one more; tiny groups can make narrower pages that are no smaller.
+    least = math.ceil(new / (old - new)) if new < old else pages
+    first = min(pages, max(least, _WORK_BYTES // (rows * new)))
+    work = data.new_empty(rows, first, new)
+    _narrow(_pages(data, 0, first, old), work, layout, narrow, centered_keys)
+    _pages(data, 0, first, new).copy_(work)
+    while first < pages:
+        stop = min(pages, first * old // new)
+        _narrow(_pages(data, first, stop, old), _pages(data, first, stop, new), layout, narrow, centered_keys)
+        first = stop
 
 
-def shrink_page(
-    pages: torch.Tensor, from_bits: int, to_bits: int, layout: PageLayout, centered_keys: bool = False
-) -> torch.Tensor:
-    """Pages uint8 [.., bytes] whose keys and values have `from_bits`, at `to_bits`; `layout` says everything else."""
-    old, new = (layout._replace(key_bits=bits, value_bits=bits) for bits in (from_bits, to_bits))
-    blocks = pages.reshape(-1, pages.shape[-1])
-    split, key_axis = old.key_bytes(), "channel" if layout.key_per_channel else "token"
-    parts = [
-        (blocks[:, :split], layout.key_dim, key_axis, layout.key_group, centered_keys),
-        (blocks[:, split : split + old.value_bytes()], layout.value_dim, "token", layout.value_group, False),
-    ]
-    out = [_shrink(part.contiguous(), *how, old, new) for part, *how in parts]
-    return torch.cat(out, dim=-1).view(*pages.shape[:-1], -1)
+def _pages(data: torch.Tensor, first: int, stop: int, size: int) -> torch.Tensor:
+    """Pages [first, stop) of uint8 [rows, bytes]: a view, [rows, pages, size]."""
+    return data[:, first * size : stop * size].unflatten(1, (-1, size))
 
 
-def _shrink(
-    blocks: torch.Tensor, dim: int, axis: str, group: int, centered: bool, old: PageLayout, new: PageLayout
-) -> torch.Tensor:
-    n, heads, tokens, dtype = blocks.shape[0], old.heads, old.tokens, DTYPES[old.dtype]
-    if old.key_bits == 16:
-        data = blocks.view(dtype).view(n, heads, tokens, dim)
-        return quantize_block(data, new.key_bits, axis, group, centered)
-    codes = [heads * tokens * bits // 8 * dim for bits in (old.key_bits, new.key_bits)]
-    out = torch.empty(n, blocks.shape[1] - codes[0] + codes[1], dtype=torch.uint8, device=blocks.device)
-    ranges = blocks[:, codes[0] :]
-    out[:, codes[1] :] = _to_centers(ranges, dtype) if centered and new.key_bits == 2 else ranges
-    shrink_kernel[(n * heads, -(-dim // 32))](
-        blocks, out.view(torch.int16), dim, blocks.shape[1], out.shape[1] // 2,
-        HEADS=heads, TOKENS=tokens, TILE=32, FROM=old.key_bits, TO=new.key_bits, CENTERED=centered, num_warps=4,
-    )  # fmt: skip
-    return out
+def _narrow(old: torch.Tensor, new: torch.Tensor, wide: PageLayout, narrow: PageLayout, centered: bool) -> None:
+    """Bring pages to the width of `narrow`, in memory that overlaps none of theirs."""
+    sides = (
+        (slice(0, wide.key_bytes()), slice(0, narrow.key_bytes()), wide.key_dim, wide.key_per_channel, wide.key_group),
+        (slice(wide.key_bytes(), None), slice(narrow.key_bytes(), None), wide.value_dim, 0, wide.value_group),
+    )
+    counts = wide.key_groups(), wide.value_groups()
+    for (old_side, new_side, dim, per_channel, group), groups, is_centered in zip(sides, counts, (centered, False)):
+        blocks = old[..., old_side], new[..., new_side]
+        if wide.key_bits == 16:
+            x = blocks[0].view(DTYPES[wide.dtype]).unflatten(2, (wide.heads, wide.tokens, dim))
+            quantize_(x, blocks[1], narrow.key_bits, bool(per_channel), group, _WORDS, is_centered)
+        else:
+            _shrink_blocks(*blocks, wide, narrow.key_bits, dim, groups, is_centered)
 
 
-def _to_centers(ranges: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Minima and then maxima, as bytes, an eighth of their ranges further in."""
-    low, high = ranges.contiguous().view(dtype).float().chunk(2, dim=1)
-    eighth = (high - low) / 8
-    return torch.cat([low + eighth, high - eighth], dim=1).to(dtype).view(torch.uint8)
+def _shrink_blocks(
+    old: torch.Tensor, new: torch.Tensor, layout: PageLayout, bits: int, dim: int, groups: int, centered: bool
+) -> None:
+    """Blocks uint8 [rows, blocks, bytes], of keys or of values, from the layout's width to `bits`."""
+    (rows, blocks, _), heads, tokens, dtype = old.shape, layout.heads, layout.tokens, DTYPES[layout.dtype]
+    centered = centered and bits == 2
+    tile, words, _ = _tiling(tokens, dim, bits, False, 1)
+    strides = *old.stride()[:2], *new.stride()[:2]
+    with torch.cuda.device_of(old):
+        shrink_kernel[(rows * blocks * heads, triton.cdiv(dim, tile), tokens * bits // 16 // words)](
+            old.view(torch.int16), new.view(torch.int16), blocks, dim, *strides,
+            HEADS=heads, TOKENS=tokens, TILE=tile, ROWS=words, FROM=layout.key_bits, TO=bits, CENTERED=centered,
+            num_warps=4,
+        )  # fmt: skip
+        ranges = (
+            x[..., heads * tokens * width // 8 * dim :].view(dtype)
+            for x, width in ((old, layout.key_bits), (new, bits))
+        )
+        ranges_kernel[(rows * blocks, triton.cdiv(heads * groups, _RANGES))](
+            *ranges, blocks, heads * groups, *strides,
+            ITEM=dtype.itemsize, TILE=_RANGES, CENTERED=centered, num_warps=4,
+        )  # fmt: skip
+
+
+def _tiling(tokens: int, dim: int, bits: int, per_channel: bool, group: int) -> tuple[int, int, int]:
+    """Channels and words of a program, and the group as the kernels take it."""
+    words, whole = tokens * bits // 16, triton.next_power_of_2(dim)
+    if per_channel:
+        return max(1, min(whole, _ELEMENTS // tokens)), words, min(group, tokens)
+    group = whole if group >= dim else group
+    tile = max(group, min(whole, 128))
+    return tile, max(1, min(words, _ELEMENTS // (tile * 16 // bits))), group

@@ -35,6 +35,7 @@ def pages_kernel(
     ranges,
     mask,
     starts,
+    row_pages,
     counts,
     low,
     low_channel,
@@ -74,6 +75,7 @@ def pages_kernel(
     QUERIES: tl.constexpr,
     MASK: tl.constexpr,
     SHORT: tl.constexpr,
+    HELD: tl.constexpr,
     TIERED: tl.constexpr,
     STAGES: tl.constexpr,
     SOFTCAP: tl.constexpr,
@@ -85,7 +87,8 @@ def pages_kernel(
 
     `words` and `ranges` are one memory, as 16-bit words and in the model's dtype; KEY_RANGES, VALUE_BLOCK and
     VALUE_RANGES are offsets in a page, in elements of `ranges` but for VALUE_BLOCK, in words. MATH is the type that
-    codes are multiplied in, EXACT the one of 16-bit data.
+    codes are multiplied in, EXACT the one of 16-bit data. HELD: the row has `row_pages[row]` pages, which the programs
+    share.
     """
     KEY_GROUPS: tl.constexpr = 128 // KEY_GROUP
     KEY_TILES: tl.constexpr = 1 if PER_CHANNEL else (KEY_DIM + KEY_TILE - 1) // KEY_TILE
@@ -142,10 +145,15 @@ def pages_kernel(
         acc = acc + (tl.zeros([VALUE_TILE, QUERIES], tl.float32),)
     weight = tl.zeros([16, QUERIES], tl.float32)
     peak = tl.full([QUERIES], float("-inf"), tl.float32)
-    first = split * pages_per_split
+    if HELD:
+        n_pages = tl.load(row_pages + row).to(tl.int32)
+        pages_per_split = tl.cdiv(n_pages, tl.num_programs(1))
+    first = tl.minimum(split * pages_per_split, n_pages)
     last = tl.minimum(first + pages_per_split, n_pages)
     if TIERED:
-        low_at, exact_at = records_before(counts, first * HEADS + head)
+        # A row without pages may have no counts.
+        before = tl.minimum(first * HEADS + head, n_pages * HEADS)
+        low_at, exact_at = records_before(counts, before)
 
     page_words = words + first.to(tl.int64) * pages_page
     for page in tl.range(first, last, num_stages=STAGES):
