@@ -29,6 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils import extract_commit_hash, output_capturing
 
 from .cache import KIVICache, KVHandle, KVQCache, MixKVQCache, PMKVQCache
+from .capture import CapturedSteps
 from .hub import discovery
 from .presets import PRESETS, resolve
 
@@ -55,6 +56,9 @@ _ATTENDED = {
 # so we stand in for it there; elsewhere it is what people choose to look inside, and stays itself.
 _EAGER = frozenset({"softcap", "s_aux", "sliding_window"})
 
+# Devices on which steps can be captured.
+_WITH_GRAPHS = ("cuda",)
+
 _undo: list[Callable[[], None]] = []
 
 
@@ -78,6 +82,12 @@ def register() -> None:
         "_prepare_cache_for_generation",
         _with_our_caches(GenerationMixin._prepare_cache_for_generation),
     )
+    _replace(
+        GenerationMixin,
+        "_valid_auto_compile_criteria",
+        _with_captured_caches(GenerationMixin._valid_auto_compile_criteria),
+    )
+    _replace(PreTrainedModel, "get_compiled_call", _with_captured_steps(PreTrainedModel.get_compiled_call))
     _replace(
         PreTrainedModel, "_load_pretrained_model", staticmethod(_with_commit(PreTrainedModel._load_pretrained_model))
     )
@@ -162,6 +172,41 @@ def _with_our_caches(original: Callable) -> Callable:
             )
 
     return prepare_cache
+
+
+def _with_captured_caches(original: Callable) -> Callable:
+    """`GenerationMixin._valid_auto_compile_criteria` by which a step over one of our caches may be captured, if asked.
+
+    It is asked for by a `compile_config`, and done where there are CUDA graphs.
+    """
+
+    @functools.wraps(original)
+    def may_compile(self, model_kwargs, generation_config):
+        is_ours = any(isinstance(value, KVQCache) for value in model_kwargs.values())
+        is_wanted = generation_config.compile_config is not None and not generation_config.disable_compile
+        places = getattr(self, "hf_device_map", {"": self.device}).values()
+        if is_ours and is_wanted and self.device.type in _WITH_GRAPHS and len(set(places)) == 1:
+            return True
+        return original(self, model_kwargs, generation_config)
+
+    return may_compile
+
+
+def _with_captured_steps(original: Callable) -> Callable:
+    """`PreTrainedModel.get_compiled_call` whose result captures steps over our caches, and compiles all others."""
+
+    @functools.wraps(original)
+    def get_compiled_call(self, compile_config):
+        captured = CapturedSteps(self, cache_argument(self))
+
+        def call(*args, **kwargs):
+            if any(isinstance(value, KVQCache) for value in kwargs.values()):
+                return captured(*args, **kwargs)
+            return original(self, compile_config)(*args, **kwargs)
+
+        return call
+
+    return get_compiled_call
 
 
 def _with_commit(original: Callable) -> Callable:

@@ -63,6 +63,7 @@ class Family:
         note: what is special about it, and what is wanted.
         reads_packed: whether attention reads packed codes, or is given dequantized keys and values.
         shows_queries: whether the cache sees the queries.
+        goes_by_host: whether a decode step depends on numbers that the host has, for other reasons than these.
         attention: attention implementation, unless a test wants another one.
         auto: class that makes the model.
     """
@@ -72,8 +73,14 @@ class Family:
     note: str = ""
     reads_packed: bool = True
     shows_queries: bool = True
+    goes_by_host: bool = False
     attention: str = "sdpa"
     auto: Any = AutoModelForCausalLM
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether decode steps can be CUDA graphs."""
+        return set(self.layers) == {QUANTIZED} and self.reads_packed and not self.goes_by_host
 
 
 # Models that compute attention by themselves, or from something else than what they cache.
@@ -135,6 +142,7 @@ FAMILIES = {
         lambda: hf.GPT2Config(
             **{k: v for k, v in _COMMON.items() if k not in ("intermediate_size", "max_position_embeddings")}
         ),
+        goes_by_host=True,
         note="learned positions",
     ),
     "falcon": Family(lambda: hf.FalconConfig(**_COMMON, alibi=True, multi_query=False), note="ALiBi", **_BY_ITSELF),
@@ -225,6 +233,7 @@ FAMILIES = {
         ),
         (QUANTIZED,) * 2,
         "encoder and decoder: self-attention is quantized, cross-attention is not",
+        goes_by_host=True,
         auto=AutoModelForSeq2SeqLM,
     ),
     "qwen2_vl": Family(

@@ -3,19 +3,24 @@
 where something is. `scripts/compatibility.py` writes down what passed."""
 
 import copy
+import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import DynamicCache, EncoderDecoderCache
+import transformers
+from packaging.version import Version
+from transformers import CompileConfig, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
 from conftest import forward, generate, left_padded, tiny_model
 from families import BOTH, FAMILIES, IMAGE, QUANTIZED, SLIDING, STATE
-from hf_kvq import MixKVQCache, PMKVQCache
+from hf_kvq import MixKVQCache, PMKVQCache, registration
 from hf_kvq.cache.layer import KVQLayer
+from hf_kvq.capture import CapturedSteps
 from hf_kvq.registration import cache_argument
 from programs import Notes, assert_as_simulated, queries_seen
+from recorder import record
 
 
 CACHES = {"pmkvq": PMKVQCache, "mixkvq": MixKVQCache}
@@ -78,6 +83,26 @@ def test_lossless_equals_the_ordinary_cache(family, cache):
         assert mine.padding.rows == [] and mine.get_seq_length() == 25
     elif cache == "pmkvq" and mine.quantized_layers:
         assert min(layer.states[0].pages for layer in mine.quantized_layers) >= 2
+
+
+@every_family
+def test_captured_steps_are_ordinary_steps(family, monkeypatch):
+    """`generate` with a `compile_config` comes to the same, whether it can capture steps of this model or not."""
+    replays = []
+
+    def capture(function):
+        result, replay = record(function)
+        return result, lambda: replays.append(replay())
+
+    monkeypatch.setattr(registration, "_WITH_GRAPHS", ("cpu",))
+    monkeypatch.setattr(registration, "CapturedSteps", functools.partial(CapturedSteps, capture=capture))
+    request = {"cache_implementation": "pmkvq", "cache_config": QUANTIZING["pmkvq"], **prompt_of(family)}
+    got, wanted = (generate(tiny_model(family), 10, compile_config=x, **request) for x in (CompileConfig(), None))
+    assert torch.equal(got.sequences, wanted.sequences)
+    assert_close(got.logits, wanted.logits, 1e-5)
+    # Older versions hand other things to this model at each step.
+    is_old = family == "qwen2_vl" and Version(transformers.__version__) < Version("5.24")
+    assert (len(replays) > 5) == (FAMILIES[family].is_captured and not is_old)
 
 
 def kinds_of(cache) -> list[str]:

@@ -6,6 +6,15 @@ from .handle import KVHandle
 from .mixkvq import KIVICache, MixKVQCache
 from .pmkvq import PMKVQCache
 from .progressive import BudgetExceededError
+from .static import NotStaticError
 
 
-__all__ = ["BudgetExceededError", "KIVICache", "KVHandle", "KVQCache", "MixKVQCache", "PMKVQCache"]
+__all__ = [
+    "BudgetExceededError",
+    "KIVICache",
+    "KVHandle",
+    "KVQCache",
+    "MixKVQCache",
+    "NotStaticError",
+    "PMKVQCache",
+]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import os
 from collections import Counter
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from ..config import Options
 from .layer import KVQLayer
 from .padding import Padding
 from .sharding import HeadShard
+from .static import NotStaticError, static_step
 
 
 logger = logging.get_logger(__name__)
@@ -113,9 +115,11 @@ class KVQCache(Cache):
 
         The layer before is stored now at the latest, so that no two layers hold a prompt's exact K and V.
         """
-        for layer in self.quantized_layers:
-            layer.settle_attended()
         layer = self.layers[layer_idx]
+        if isinstance(layer, KVQLayer) and layer.static.is_open:
+            return layer.update(key_states, value_states)
+        for other in self.quantized_layers:
+            other.settle_attended()
         if layer.is_initialized and getattr(layer, "device", key_states.device) != key_states.device:
             from .state import move_layer
 
@@ -133,6 +137,33 @@ class KVQCache(Cache):
                 # No layer took these columns in, so their padding is not to be remembered.
                 self.padding.crop(held)
             raise
+
+    def static_step(self) -> AbstractContextManager[tuple[int, ...]]:
+        """Within it the model takes one more column, in shapes and at addresses that do not change from step to step.
+
+        What the model then does on the device may be recorded, and repeated in a later such step that yields an equal
+        key; see `hf_kvq.capture`. The step must not be given a mask: padding is not in the cache anyway.
+
+        Raises:
+            NotStaticError: an ordinary step is needed; the cache holds what it held before.
+            BudgetExceededError: the budget forbids another column; the same.
+        """
+        if len(self.quantized_layers) < len(self.layers):
+            raise NotStaticError("the model has layers that are not quantized, whose caches change their shapes")
+        column = self.get_seq_length()
+        if any(low <= column < high for row in self.padding.rows for low, high in row):
+            raise NotStaticError("the new column has padding")
+        return static_step(self.quantized_layers)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns that are cached."""
+        if self.quantized_layers and self.quantized_layers[0].static.is_open:
+            raise NotStaticError("the model goes by the cache's length, which a recorded step cannot tell it")
+        return super().get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """The column of the next query. Only masks are made from it, and a static step refuses those."""
+        return super().get_seq_length(layer_idx)
 
     def fill(self, cache: Cache, attention_mask: torch.Tensor | None = None) -> None:
         """Take over what an ordinary cache of the same model holds, with keys and values quantized.

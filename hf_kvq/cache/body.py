@@ -29,6 +29,10 @@ class PagedBody:
         """Bytes of all rows."""
         return self.data.nbytes
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that attention reads."""
+        return [self.data]
+
     def pages(self, rows: slice, bits: int) -> torch.Tensor:
         """View of all page slots of `rows` at `bits`: uint8 [rows, capacity, page_bytes(bits)]."""
         size = self.layout.page_bytes(bits)

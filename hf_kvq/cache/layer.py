@@ -18,6 +18,7 @@ from .handle import KVHandle
 from .layout import LayerLayout
 from .padding import Padding
 from .rows import RowState, runs
+from .static import NotStaticError, StaticSteps
 
 
 _DEQUANTIZED_AT_ONCE = 4096
@@ -71,6 +72,9 @@ class KVQLayer(CacheLayerMixin):
     def observe_query(self, query: torch.Tensor) -> None:  # noqa: B027
         """See the queries of the pending columns, [batch, query heads, columns, head_dim], before they are stored."""
 
+    def count_appended(self, count: int) -> None:  # noqa: B027
+        """After static steps in which every row got `count` tokens."""
+
     # --- storing -------------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
@@ -85,6 +89,7 @@ class KVQLayer(CacheLayerMixin):
         self.recent: tuple[torch.Tensor, torch.Tensor] | None = None
         self._pending: tuple[torch.Tensor, torch.Tensor] | None = None
         self._handles: list[weakref.ref[KVHandle]] = []
+        self.static = StaticSteps(self)
         self.is_initialized = False
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -108,6 +113,8 @@ class KVQLayer(CacheLayerMixin):
             ValueError: the shapes do not go with what is cached.
             BudgetExceededError: the layer's budget forbids it; nothing has been stored.
         """
+        if self.static.is_open:
+            return self.static.update(key_states, value_states)
         self.settle()
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -127,11 +134,12 @@ class KVQLayer(CacheLayerMixin):
 
     def settle_attended(self) -> None:
         """Store the pending tokens, as attention is done; those of a shared layer are to stay exact for the others."""
-        if not self.is_shared:
+        if not self.is_shared and not self.static.is_open:
             self.settle()
 
     def settle(self) -> None:
         """Store the pending tokens."""
+        self.static.take()
         if self._pending is None:
             return
         pending, start = self._pending, self._pending_start
@@ -197,12 +205,24 @@ class KVQLayer(CacheLayerMixin):
         Returns:
             [batch, query heads, queries, head_dim] in the query's dtype.
         """
-        results = []
+        results = [
+            attend(query[rows], parts, scaling, self.kernel, softcap, sinks)
+            for rows, parts in self._row_parts(query.shape[2], mask, is_causal)
+        ]
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    def _row_parts(
+        self, queries: int, mask: torch.Tensor | None, is_causal: bool
+    ) -> Iterator[tuple[slice, list[Part]]]:
+        """All tokens of all rows, those together that can be."""
+        if self.static.is_open:
+            if mask is not None:
+                raise NotStaticError("the model masks what it attends to")
+            yield from self.static.parts()
+            return
         for rows in self._runs():
             row_mask = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
-            parts = self._parts(rows, query.shape[2], row_mask, is_causal)
-            results.append(attend(query[rows], parts, scaling, self.kernel, softcap, sinks))
-        return results[0] if len(results) == 1 else torch.cat(results)
+            yield rows, self._parts(rows, queries, row_mask, is_causal)
 
     def _parts(self, rows: slice, queries: int, mask: torch.Tensor | None, is_causal: bool) -> list[Part]:
         """All tokens of rows of one state."""
@@ -231,11 +251,18 @@ class KVQLayer(CacheLayerMixin):
             start += keys.shape[2]
         return parts
 
-    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
-        """The packed tokens of rows of one state; `mask` covers just them."""
-        pages = self.body.pages(rows, state.bits)[:, : state.pages]
+    def _packed_part(
+        self, rows: slice, state: RowState, mask: torch.Tensor | None, held: torch.Tensor | None = None
+    ) -> PackedPart:
+        """The packed tokens of rows of one state; `mask` covers just them.
+
+        With `held`, int64 [rows], all places of pages, whatever their number is now.
+        """
+        pages = self.body.pages(rows, state.bits)
+        if held is None:
+            pages = pages[:, : state.pages]
         layout = self.layout
-        return PackedPart(pages, layout.keys, layout.values, layout.widths(state.bits), mask, state.short)
+        return PackedPart(pages, layout.keys, layout.values, layout.widths(state.bits), mask, state.short, held)
 
     def _exact_pieces(self, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of the exact tokens: the sink, and behind the body the recent and the pending ones."""
@@ -249,6 +276,8 @@ class KVQLayer(CacheLayerMixin):
 
     def dequantize(self, value: bool) -> torch.Tensor:
         """All keys or values as attention sees them, [batch, heads, columns, head_dim]; padding columns are zero."""
+        if self.static.is_open:
+            raise NotStaticError("the model looks at keys and values itself")
         out = self.sink[value].new_zeros(
             len(self.states), self.sink[value].shape[1], self.columns, self.sink[value].shape[3]
         )
@@ -291,7 +320,8 @@ class KVQLayer(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         self.settle_idle()
-        return self.body.nbytes() + sum(x.nbytes for x in (*self.sink, *self.recent, *(self._pending or ())))
+        exact = (*self.sink, *self.recent, *(self._pending or ()))
+        return self.body.nbytes() + self.static.nbytes() + sum(x.nbytes for x in exact)
 
     def elements(self) -> int:
         """Numbers that the tokens held stand for: K and V, all rows, without padding."""
@@ -374,7 +404,10 @@ class KVQLayer(CacheLayerMixin):
     def __getstate__(self) -> dict[str, Any]:
         """What copies and pickles consist of; handles are not theirs."""
         self.settle_idle()
-        return {**vars(self), "_handles": []}
+        return {**vars(self), "_handles": [], "static": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, static=StaticSteps(self))
 
     # --- helpers ---------------------------------------------------------------------------------------------------
 

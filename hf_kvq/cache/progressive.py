@@ -113,7 +113,7 @@ class ProgressiveLayer(KVQLayer):
             self.body.resize(pages * self.layout.page_bytes(self.fbit))
             for name, size in (("sink", sink), ("recent", recent)):
                 old = getattr(self, name)
-                new = self._exact(old, len(self.states), size)
+                new = self._exact(old, len(self.states), max(size, old[0].shape[2]))
                 for source, target in zip(old, new):
                     target[:, :, : source.shape[2]] = source
                 setattr(self, name, new)

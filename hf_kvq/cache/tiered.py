@@ -17,6 +17,7 @@ from .layer import pick
 from .layout import LayerLayout, LayerShape
 from .padding import Padding
 from .rows import RowState
+from .static import NotStaticError
 from .tiered_body import RECORDS, Records, TieredBody
 
 
@@ -95,14 +96,20 @@ class TieredLayer(FixedLayer):
 
     def observe_query(self, query: torch.Tensor) -> None:
         # Of layers that share their keys, the first is the one that has made them.
+        if self.static.is_open:
+            if self.config.importance == "query":
+                self.query_sum += _magnitudes(query.detach(), self.query_sum.shape[1])
+            return
         is_anothers = self.is_shared and self._query is not None
         if self.config.importance == "query" and self._pending is not None and not is_anothers:
             self._query = query.detach()
 
+    def count_appended(self, count: int) -> None:
+        if self.config.importance == "query":
+            self.query_count = [seen + count for seen in self.query_count]
+
     def settle(self) -> None:
-        if self._pending is None:
-            return
-        if self._query is None and self.config.importance == "query":
+        if self._pending is not None and self._query is None and self.config.importance == "query":
             logger.warning_once(
                 "mixkvq was given keys but not the queries that attend to them, so it ranks key channels by "
                 "quantization difficulty alone. A model shows its queries if it takes its attention function from "
@@ -158,8 +165,10 @@ class TieredLayer(FixedLayer):
             state = dataclasses.replace(state, pages=state.pages + 1)
         return state
 
-    def _packed_part(self, rows: slice, state: RowState, mask: torch.Tensor | None) -> PackedPart:
-        part = super()._packed_part(rows, state, mask)
+    def _packed_part(
+        self, rows: slice, state: RowState, mask: torch.Tensor | None, held: torch.Tensor | None = None
+    ) -> PackedPart:
+        part = super()._packed_part(rows, state, mask, held)
         return TieredPart(**vars(part), codec=self.body.codec, records=self.body.records[rows])
 
     def nbytes(self) -> int:
@@ -216,6 +225,8 @@ class TieredPart(PackedPart):
         return [r.buffers[name] for r in self.records for name in (*RECORDS, "counts")]
 
     def decode_keys(self, first: int, last: int) -> torch.Tensor:
+        if self.held is not None:
+            raise NotStaticError("attention in plain torch goes by where the records of channels with more bits begin")
         dense = self.pages[:, first:last, : self._split]
         rows = [self.codec.decode(r.read(first, last, dense[i])) for i, r in enumerate(self.records)]
         return torch.stack(rows).transpose(1, 2).flatten(2, 3)

@@ -98,6 +98,9 @@ class TieredBody(PagedBody):
     def nbytes(self) -> int:
         return super().nbytes() + sum(records.nbytes() for records in self.records)
 
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), *(x for records in self.records for x in records.buffers.values())]
+
     def select(self, indices: torch.Tensor) -> None:
         super().select(indices)
         self.records = [copy.deepcopy(self.records[i]) for i in indices.tolist()]
