@@ -49,6 +49,13 @@ def wait_for_everyone() -> None:
         _partial_state().wait_for_everyone()
 
 
+def leave() -> None:
+    """Wait for everyone, then close the connection: its threads must not outlive the interpreter, or they abort it."""
+    if is_distributed():
+        wait_for_everyone()
+        _partial_state().destroy_process_group()
+
+
 def own_device() -> torch.device | None:
     """The device that belongs to this process; None in a process alone, which may choose."""
     return _partial_state().device if is_distributed() else None

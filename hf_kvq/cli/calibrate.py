@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from ..bundled import load_model
 from ..calibration import cached_shapes, calibrate_fbits, fingerprint, load_texts, parse_budget, token_blocks
-from ..calibration.distributed import is_distributed, is_main_process, own_device, wait_for_everyone
+from ..calibration.distributed import is_distributed, is_main_process, leave, own_device
 from ..calibration.fbits import DEFAULT_LENGTH, DEFAULT_SAMPLES, MEASURES
 from ..calibration.pareto import ThresholdTrial, knee, plot_trials, write_trials
 from ..calibration.samples import is_out_of_memory, remove_checkpoint
@@ -131,7 +131,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
             _remove_traces(arguments)
             print(summary(plan))
         # Nobody leaves while others still need the connection.
-        wait_for_everyone()
+        leave()
     except (ImportError, OSError, PlanError, ValueError, TypeError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             advice = f"lower --sample-length (now {arguments.sample_length}), or use --device-map auto or --device cpu"
