@@ -25,10 +25,6 @@ class PagedBody:
         """Bytes per row."""
         return self.data.shape[1]
 
-    def nbytes(self) -> int:
-        """Bytes of all rows."""
-        return self.data.nbytes
-
     def tensors(self) -> list[torch.Tensor]:
         """All memory that attention reads."""
         return [self.data]

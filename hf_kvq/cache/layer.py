@@ -320,8 +320,7 @@ class KVQLayer(CacheLayerMixin):
         if not self.is_initialized:
             return 0
         self.settle_idle()
-        exact = (*self.sink, *self.recent, *(self._pending or ()))
-        return self.body.nbytes() + self.static.nbytes() + sum(x.nbytes for x in exact)
+        return self.static.nbytes() + sum(x.nbytes for x in (*self.tensors(), *(self._pending or ())))
 
     def elements(self) -> int:
         """Numbers that the tokens held stand for: K and V, all rows, without padding."""
@@ -342,6 +341,10 @@ class KVQLayer(CacheLayerMixin):
         """Width of the packed tokens now, the narrowest row's where rows differ; 16 while all tokens are exact."""
         self.settle_idle()
         return min((state.bits for state in self.states if state.pages), default=16)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All memory that steps read or write, pending tokens apart."""
+        return [*self.sink, *self.recent, *self.body.tensors()]
 
     def summary(self) -> dict[str, Any]:
         """What the layer holds; token counts are lists, one entry per row."""

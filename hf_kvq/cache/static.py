@@ -75,7 +75,7 @@ class StaticSteps:
         #: int64 [2, rows] on the device: packed pages, and exact recent tokens.
         self.counts: torch.Tensor | None = None
         self._seen = -1
-        self._fixed: tuple = ()
+        self._fixed: tuple[list, list] = ([], [])
 
     def open(self) -> None:
         """Make ready for one new column.
@@ -173,8 +173,8 @@ class StaticSteps:
             with torch.inference_mode(False):
                 self.counts = torch.empty_like(counts, device=layer.device)
         self.counts.copy_(counts)
-        held = (self.counts, *layer.sink, *layer.recent, *layer.body.tensors())
-        fixed = tuple(x.data_ptr() for x in held), tuple(state.bits for state in layer.states)
+        held = [self.counts, *layer.tensors()]
+        fixed = [(x.data_ptr(), x.shape) for x in held], [state.bits for state in layer.states]
         if fixed != self._fixed:
             self._fixed, self.version = fixed, next(_versions)
         self._columns, self._seen = layer.columns, layer.changes

@@ -171,8 +171,8 @@ class TieredLayer(FixedLayer):
         part = super()._packed_part(rows, state, mask, held)
         return TieredPart(**vars(part), codec=self.body.codec, records=self.body.records[rows])
 
-    def nbytes(self) -> int:
-        return super().nbytes() + (self.query_sum.nbytes if self.is_initialized else 0)
+    def tensors(self) -> list[torch.Tensor]:
+        return [*super().tensors(), self.query_sum]
 
     def tier_counts(self) -> torch.Tensor:
         """UINT2, UINT4 and BF16 channels over all pages, rows and heads, [3]."""

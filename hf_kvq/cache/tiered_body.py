@@ -63,9 +63,6 @@ class Records:
         """int16 [pages, heads, 2], see `TieredBlock`."""
         return self.buffers["counts"][:pages]
 
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
-
     def _put(self, name: str, start: int, new: torch.Tensor) -> None:
         buffer, stop = self.buffers[name], start + len(new)
         if stop > len(buffer):
@@ -94,9 +91,6 @@ class TieredBody(PagedBody):
         encode_blocks(self.layout.values, values[:, None], value_bits, slots[:, None, split:], self.kernel)
         for i, row in enumerate(range(rows.start, rows.stop)):
             self.records[row].write(page, encode_tiers(self.codec, keys[i], tiers[i], slots[i, :split], self.kernel))
-
-    def nbytes(self) -> int:
-        return super().nbytes() + sum(records.nbytes() for records in self.records)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *(x for records in self.records for x in records.buffers.values())]

@@ -270,7 +270,8 @@ def test_appending_does_not_copy_the_history():
     # Nor is much room left empty.
     used = {name: x.nbytes for name, x in packed(layer, 0).items()}
     assert layer.body.data.nbytes <= 17 / 16 * used.pop("regular")
-    assert layer.body.records[0].nbytes() <= 17 / 16 * sum(used.values())
+    held = sum(buffer.nbytes for buffer in layer.body.records[0].buffers.values())
+    assert held <= 17 / 16 * sum(used.values())
 
 
 # --- bytes ----------------------------------------------------------------------------------------------------------
