@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_kvq authors. Licensed under the Apache License, Version 2.0.
 """Check the Triton kernels on a real GPU and measure them: `python scripts/gpu_check.py --out results.csv`.
 
-Correctness first (every kind of call against a float64 softmax), then decode attention of one layer of the shape of
-Llama 3 8B, against attention over 16-bit keys and values and against the card's own copy bandwidth. Needs the
-repository, in a few minutes of one GPU.
+Correctness first (`gpu_checks.py`), then decode attention of one layer of the shape of Llama 3 8B, against attention
+over 16-bit keys and values and against the card's own copy bandwidth, and last tokens per second of a model of 7B's
+shape in nearly all of the memory (`bench_batch.py`). Needs the repository, in a few minutes of one GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import csv
 import importlib
-import itertools
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -36,7 +35,7 @@ FORMATS = {
 }
 COLUMNS = ("card", "kernel", "batch", "context", "ms", "megabytes", "gb_per_s", "percent_of_copy", "times_best_16_bit")
 # Time and memory that one call of this script may take.
-SECONDS = 300
+SECONDS = 200
 MEMORY_SHARE = 0.6
 
 
@@ -72,111 +71,6 @@ def rows_of(results: list[Measured], card: str, copy_gb_per_s: float) -> list[di
         ratio = round(min(exact) / r.ms, 2) if exact else ""
         rows.append(dict(zip(COLUMNS, (*values, round(100 * rate / copy_gb_per_s, 1), ratio))))
     return rows
-
-
-def check(device: str) -> list[str]:
-    """Names of the cases that come out wrong."""
-    from gpu_cases import CASES, TOLERANCE, build
-
-    attend = importlib.import_module("hf_kvq_kernels.gpu.attend").attend
-    wrong = []
-    for name, case in CASES.items():
-        arguments, expected, expected_lse = build(case, device)
-        # Exact bfloat16 is multiplied as it is on a GPU, with weights of eight bits.
-        exact_bf16 = torch.bfloat16 in (case.dtype, case.query_dtype) and (case.exact or 16 in case.bits or case.tiers)
-        tolerance = 2e-2 if exact_bf16 else TOLERANCE[arguments["query"].dtype]
-        try:
-            out, lse = (x.double().cpu() for x in attend(**arguments))
-            size = float(expected.abs().max())
-            torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * size)
-            torch.testing.assert_close(lse, expected_lse, rtol=tolerance, atol=tolerance)
-        except Exception as error:  # one broken case must not hide the others
-            print(f"WRONG {name}: {error}")
-            wrong.append(name)
-    print(f"correctness: {len(CASES) - len(wrong)} of {len(CASES)} cases right")
-    return wrong + check_packing(device)
-
-
-def check_packing(device: str) -> list[str]:
-    """Whether what a GPU packs and narrows is what the codecs and the CPU's kernels make of it, byte for byte."""
-    from gpu_cases import TOKENS
-
-    from hf_kvq.codecs import BlockCodec
-    from hf_kvq.codecs.tiered import TieredKeyCodec
-    from hf_kvq.ops import encode_blocks, encode_tiers, selfcheck, shrink_pages
-
-    failure = selfcheck.packing_failure(torch.device(device), ((-2, 2), (-2, 2)))
-    if failure is not None:
-        print(f"kernels that pack are not used: {failure}")
-    results, pages = {"self-check": failure is None}, 40
-    x = torch.randn(2, pages, HEADS, TOKENS, DIM, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    # As it comes from a model, tokens before heads.
-    on_device = x.transpose(2, 3).contiguous().to(device).transpose(2, 3)
-    sides = {}
-    for axis, centered in itertools.product(("channel", "token"), (False, True)):
-        codec = BlockCodec(HEADS, TOKENS, DIM, x.dtype, axis, 32, byte_order=(-2, 2), centered=centered)
-        for bits in (16, 8, 4, 2):
-            wanted = sides[axis, centered, bits] = codec.encode(x, bits)
-            out = torch.zeros_like(wanted, device=device)
-            encode_blocks(codec, on_device, bits, out, "triton")
-            results[f"encode_blocks {axis} {bits} {'centered' if centered else ''}"] = torch.equal(out.cpu(), wanted)
-    codecs = [
-        BlockCodec(HEADS, TOKENS, DIM, x.dtype, axis, 32, byte_order=(-2, 2), centered=axis == "channel")
-        for axis in ("channel", "token")
-    ]
-    for bits, target in ((16, 8), (16, 2), (8, 4), (8, 2), (4, 2)):
-        wide, narrow = (
-            torch.cat([sides["channel", True, n], sides["token", False, n]], dim=-1).flatten(1) for n in (bits, target)
-        )
-        arena = wide.to(device)
-        shrink_pages(arena, pages, codecs, bits, target, "triton")
-        results[f"shrink_pages {bits} to {target}"] = torch.equal(arena[:, : narrow.shape[1]].cpu(), narrow)
-    codec = TieredKeyCodec(HEADS, TOKENS, DIM, x.dtype, 32, (-2, 2))
-    tiers = torch.arange(HEADS * DIM).view(-1, DIM) % 3
-    wanted = codec.encode(x[0, :1], tiers[None])
-    out = torch.zeros_like(wanted.dense[0], device=device)
-    block = encode_tiers(codec, on_device[0, 0], tiers.to(device), out, "triton")
-    results["encode_tiers"] = all(
-        torch.equal(getattr(block, name).cpu(), getattr(wanted, name))
-        for name in ("dense", "counts", "low", "low_channel", "exact", "exact_channel")
-    )
-    for options in ({}, {"key_codec": "token"}, {"fbit": 4, "value_fbit": 2}):
-        results[f"pmkvq cache {options}"] = same_codes(device, options)
-    wrong = [name for name, is_right in results.items() if not is_right]
-    print(f"packing: {len(results) - len(wrong)} of {len(results)} cases right", *(f"WRONG {name}" for name in wrong))
-    return wrong
-
-
-def same_codes(device: str, options: dict[str, Any]) -> bool:
-    """Whether a progressive cache that narrows three times has the same codes and ranges on a device as on a CPU."""
-    from transformers import LlamaConfig
-
-    from hf_kvq import PMKVQCache
-
-    config = LlamaConfig(
-        num_hidden_layers=1,
-        hidden_size=512,
-        num_attention_heads=8,
-        num_key_value_heads=HEADS,
-        head_dim=64,
-        vocab_size=8,
-    )
-    pieces = (1500, 1, 700, 1, 1900)
-    x = torch.randn(2, 2, HEADS, sum(pieces), 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    fields = []
-    for where in ("cpu", device):
-        cache = PMKVQCache(config, {"fbit": 2, "max_length": sum(pieces), **options})
-        for keys, values in zip(*(side.to(where).split(pieces, dim=2) for side in x)):
-            cache.update(keys, values, 0)
-        layer = cache.layers[0]
-        layer.settle()
-        state = layer.states[0]
-        widths = layer.layout.widths(state.bits)
-        held = layer.body.pages(slice(0, 2), state.bits)[:, : state.pages].cpu()
-        blocks = held.tensor_split([layer.layout.keys.nbytes(widths[0])], dim=-1)
-        codecs = layer.layout.keys, layer.layout.values
-        fields.append([x for codec, block, n in zip(codecs, blocks, widths) for x in codec.fields(block, n)])
-    return all(torch.equal(a, b) for a, b in zip(*fields))
 
 
 def median_ms(function: Callable[[], Any], repeat: int = 20) -> float:
@@ -275,6 +169,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     started, card = time.time(), torch.cuda.get_device_name()
     print(f"card: {card}, torch {torch.__version__}")
+    from gpu_checks import check
+
     wrong = check("cuda")
     if not options.only_check:
         rows = benchmark(card, started)
@@ -284,6 +180,11 @@ def main(arguments: list[str] | None = None) -> int:
             writer.writerows(rows)
         for row in rows:
             print(*(str(row[name]) for name in COLUMNS[1:]), sep="\t")
+        if time.time() - started < SECONDS:
+            import bench_batch
+
+            batch_csv = options.out.with_name(f"{options.out.stem}_batch.csv")
+            bench_batch.main(["--model", "7b", "--context", "32768", "--csv", str(batch_csv)])
     print(f"{time.time() - started:.0f} s" + (f"; WRONG: {', '.join(wrong)}" if wrong else ""))
     return 1 if wrong else 0
 
