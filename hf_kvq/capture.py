@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from .cache import KVQCache, NotStaticError
+from .cache import KVQCache, NotCapturedError, NotStaticError
 
 
 logger = logging.get_logger(__name__)
@@ -20,21 +23,67 @@ logger = logging.get_logger(__name__)
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
+# Captures of one process must not overlap, as each of them waits for the device.
+_lock = threading.Lock()
+_underway = threading.local()
+
+# What the host cannot do while a step is captured, as it would have to wait for the device.
+_WAITING = {
+    torch.ops.aten._local_scalar_dense.default: "reads a number",
+    torch.ops.aten.is_nonzero.default: "reads a number",
+    torch.ops.aten.nonzero.default: "asks how many numbers are not zero",
+}
+
+
+def is_capturing() -> bool:
+    """Whether this thread is capturing a step."""
+    return getattr(_underway, "flag", False)
+
+
+@functools.cache
+def _stream(device: int) -> torch.cuda.Stream:
+    """The stream that steps are captured on; its work space is shared by all graphs."""
+    return torch.cuda.Stream(device)
+
+
 def cuda_graph(function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-    """Capture a function as a CUDA graph; what it returns is filled by each replay, and by nothing before."""
-    graph = torch.cuda.CUDAGraph()
-    # A stream of the current device, which need not be that of earlier graphs; other threads may go on allocating.
-    with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
-        result = function()
+    """Capture a function as a CUDA graph; what it returns is filled by each replay, and by nothing before.
+
+    While a step is captured, other threads must neither wait for the device nor draw random numbers on it.
+    """
+    graph, stream = torch.cuda.CUDAGraph(), _stream(torch.cuda.current_device())
+    # The outer context gives the stream back where a capture fails at its end.
+    with _lock, torch.cuda.stream(stream):
+        try:
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                result = function()
+        except BaseException:
+            graph.reset()
+            raise
     return result, graph.replay
+
+
+class _NoWaiting(TorchDispatchMode):
+    """Refuses what a capture could not do. CUDA itself may be left in disorder by a capture that fails."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in _WAITING:
+            raise NotStaticError(f"the model {_WAITING[func]} at each step")
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):
+            source = args[1] if func is torch.ops.aten.copy_.default else args[0]
+            if source.device.type != result.device.type:
+                raise NotStaticError("the model moves numbers between host and device at each step")
+        return result
 
 
 class CapturedSteps:
     """Calls a model, and captures the steps that take one more token into a quantized cache.
 
-    The first step of a kind is an ordinary call, which also compiles what has to be compiled; the second one is
-    captured, and from then on replayed. Another width, another cache or other arguments begin anew. Whatever is no
-    such step, like a prompt, is just a call of the model.
+    The first step of a kind is an ordinary call, which also compiles what has to be compiled; the next one is
+    captured, and from then on replayed. Another width, another cache or other arguments begin anew. One more ordinary
+    call, once, finds out whether the model can be captured at all. Whatever is no such step, like a prompt, is just a
+    call of the model.
 
     Args:
         model: it must be given `position_ids` where it uses positions.
@@ -46,6 +95,7 @@ class CapturedSteps:
         self.model, self.cache_name, self.capture = model, cache_name, capture
         #: Why steps are not captured; found out by trying.
         self.refusal: str | None = None
+        self._is_proved = False
         self._key: tuple = ()
         self._inputs: dict[str, torch.Tensor] = {}
         self._output: Any = None
@@ -61,6 +111,9 @@ class CapturedSteps:
                 with cache.static_step() as versions:
                     try:
                         return self._step(versions, cache, {**inputs, "attention_mask": None})
+                    except NotStaticError as error:
+                        self._refuse(error)
+                        raise
                     except Exception as error:
                         self._refuse(error)
                         raise NotStaticError(self.refusal) from error
@@ -98,17 +151,30 @@ class CapturedSteps:
             return self.model(**inputs)
         for name, x in tensors.items():
             self._inputs[name].copy_(x)
+        if not self._is_proved:
+            with _NoWaiting():
+                output = self.model(**inputs)
+            self._is_proved = True
+            return output
         if self._replay is None:
-
-            def step() -> Any:
-                output = self.model(**{**inputs, **self._inputs})
-                # What is kept must not keep the cache.
-                output[self.cache_name] = None
-                return output
-
-            with torch.cuda.device_of(self._inputs["input_ids"]):
-                self._output, self._replay = self.capture(step)
+            self._capture(inputs)
         self._replay()
         output = tree_map_only(torch.Tensor, torch.clone, self._output)
         output[self.cache_name] = cache
         return output
+
+    def _capture(self, inputs: dict[str, Any]) -> None:
+        def step() -> Any:
+            output = self.model(**{**inputs, **self._inputs})
+            # What is kept must not keep the cache.
+            output[self.cache_name] = None
+            return output
+
+        _underway.flag = True
+        try:
+            with torch.cuda.device_of(self._inputs["input_ids"]):
+                self._output, self._replay = self.capture(step)
+        except Exception as error:
+            raise NotCapturedError(str(error) or type(error).__name__) from error
+        finally:
+            _underway.flag = False

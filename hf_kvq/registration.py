@@ -29,7 +29,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterf
 from transformers.utils import extract_commit_hash, output_capturing
 
 from .cache import KIVICache, KVHandle, KVQCache, MixKVQCache, PMKVQCache
-from .capture import CapturedSteps
+from .capture import CapturedSteps, is_capturing
 from .hub import discovery
 from .presets import PRESETS, resolve
 
@@ -92,6 +92,7 @@ def register() -> None:
         PreTrainedModel, "_load_pretrained_model", staticmethod(_with_commit(PreTrainedModel._load_pretrained_model))
     )
     _replace(masking_utils, "_preprocess_mask_arguments", _with_padding(masking_utils._preprocess_mask_arguments))
+    _replace(masking_utils, "is_tracing", _with_our_captures(masking_utils.is_tracing))
     _replace(AttentionInterface, "get_interface", _with_late_functions(AttentionInterface.get_interface))
     for name, function in list(ALL_ATTENTION_FUNCTIONS._global_mapping.items()):
         _replace_item(ALL_ATTENTION_FUNCTIONS._global_mapping, name, _with_handles(function, _ATTENDED.get(name)))
@@ -184,8 +185,11 @@ def _with_captured_caches(original: Callable) -> Callable:
     def may_compile(self, model_kwargs, generation_config):
         is_ours = any(isinstance(value, KVQCache) for value in model_kwargs.values())
         is_wanted = generation_config.compile_config is not None and not generation_config.disable_compile
-        places = getattr(self, "hf_device_map", {"": self.device}).values()
-        if is_ours and is_wanted and self.device.type in _WITH_GRAPHS and len(set(places)) == 1:
+        # Beams are reordered, which moves the cache at every step.
+        is_possible = self.device.type in _WITH_GRAPHS and (generation_config.num_beams or 1) == 1
+        is_possible &= len(set(getattr(self, "hf_device_map", {"": self.device}).values())) == 1
+        is_possible &= getattr(getattr(self, "hf_quantizer", None), "is_compileable", True)
+        if is_ours and is_wanted and is_possible:
             return True
         return original(self, model_kwargs, generation_config)
 
@@ -207,6 +211,16 @@ def _with_captured_steps(original: Callable) -> Callable:
         return call
 
     return get_compiled_call
+
+
+def _with_our_captures(original: Callable) -> Callable:
+    """`masking_utils.is_tracing` that does not count captured steps: there, too, one query needs no mask."""
+
+    @functools.wraps(original)
+    def is_tracing(*args, **kwargs):
+        return original(*args, **kwargs) and not is_capturing()
+
+    return is_tracing
 
 
 def _with_commit(original: Callable) -> Callable:

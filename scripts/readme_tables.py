@@ -55,10 +55,16 @@ def model() -> str:
     return markdown(list(rows[0]), *([cell or "–" for cell in row.values()] for row in rows))
 
 
+def batch() -> str:
+    rows = read_csv(RESULTS / "batch_cpu.csv")
+    columns = [name for name in rows[0] if name not in ("device", "model", "context", "GiB")]
+    return markdown(columns, *([row[name] for name in columns] for row in rows))
+
+
 def main() -> None:
     path = ROOT / "README.md"
     text = path.read_text(encoding="utf-8")
-    for make in (fidelity, decode, model):
+    for make in (fidelity, decode, model, batch):
         mark, end = f"<!-- table:{make.__name__} -->\n", "\n<!-- /table -->"
         before, found, rest = text.partition(mark)
         if not found or end not in rest:

@@ -6,7 +6,7 @@ from .handle import KVHandle
 from .mixkvq import KIVICache, MixKVQCache
 from .pmkvq import PMKVQCache
 from .progressive import BudgetExceededError
-from .static import NotStaticError
+from .static import NotCapturedError, NotStaticError
 
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "KVHandle",
     "KVQCache",
     "MixKVQCache",
+    "NotCapturedError",
     "NotStaticError",
     "PMKVQCache",
 ]

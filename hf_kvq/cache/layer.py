@@ -72,6 +72,9 @@ class KVQLayer(CacheLayerMixin):
     def observe_query(self, query: torch.Tensor) -> None:  # noqa: B027
         """See the queries of the pending columns, [batch, query heads, columns, head_dim], before they are stored."""
 
+    def forget_query(self, has_run: bool) -> None:  # noqa: B027
+        """After a static step that failed: undo what `observe_query` did in it, if the device has done it."""
+
     def count_appended(self, count: int) -> None:  # noqa: B027
         """After static steps in which every row got `count` tokens."""
 
@@ -129,7 +132,7 @@ class KVQLayer(CacheLayerMixin):
 
     def settle_idle(self) -> None:
         """Store the pending tokens unless somebody may still attend to them. So looking at a cache changes nothing."""
-        if all(handle() is None for handle in self._handles):
+        if self._pending is None or all(handle() is None for handle in self._handles):
             self.settle()
 
     def settle_attended(self) -> None:
@@ -207,22 +210,22 @@ class KVQLayer(CacheLayerMixin):
         """
         results = [
             attend(query[rows], parts, scaling, self.kernel, softcap, sinks)
-            for rows, parts in self._row_parts(query.shape[2], mask, is_causal)
+            for rows, parts in self._row_parts(query, mask, is_causal)
         ]
         return results[0] if len(results) == 1 else torch.cat(results)
 
     def _row_parts(
-        self, queries: int, mask: torch.Tensor | None, is_causal: bool
+        self, query: torch.Tensor, mask: torch.Tensor | None, is_causal: bool
     ) -> Iterator[tuple[slice, list[Part]]]:
         """All tokens of all rows, those together that can be."""
         if self.static.is_open:
             if mask is not None:
                 raise NotStaticError("the model masks what it attends to")
-            yield from self.static.parts()
+            yield from self.static.parts(query)
             return
         for rows in self._runs():
             row_mask = mask[rows] if mask is not None and mask.shape[0] > 1 else mask
-            yield rows, self._parts(rows, queries, row_mask, is_causal)
+            yield rows, self._parts(rows, query.shape[2], row_mask, is_causal)
 
     def _parts(self, rows: slice, queries: int, mask: torch.Tensor | None, is_causal: bool) -> list[Part]:
         """All tokens of rows of one state."""

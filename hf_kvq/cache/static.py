@@ -3,7 +3,8 @@
 
 So a step can be recorded once, as a CUDA graph, and repeated. New tokens go straight to the exact recent tokens, at a
 place that the device counts; attention covers all room there is and looks at the counts. The host follows, and acts
-between steps only when a page is full: it packs it, and narrows the body where that is due.
+between steps only when a page is full: it packs it, and narrows the body where that is due. For the token that
+completes a page there is room for one exact token more than the budget counts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..ops import ExactPart, Part
+from ..ops import ExactPart, Part, why_plain
 from .handle import KVHandle
 from .rows import runs
 
@@ -44,9 +45,9 @@ def static_step(layers: list[KVQLayer]) -> Iterator[tuple[int, ...]]:
             layer.static.open()
             opened.append(layer.static)
         yield tuple(steps.version for steps in opened)
-    except BaseException:
+    except BaseException as error:
         for steps in opened:
-            steps.abandon()
+            steps.abandon(has_run=not isinstance(error, NotCapturedError))
         raise
     for steps in opened:
         steps.close()
@@ -54,6 +55,10 @@ def static_step(layers: list[KVQLayer]) -> Iterator[tuple[int, ...]]:
 
 class NotStaticError(RuntimeError):
     """The coming step, or this model, cannot do with fixed shapes; nothing has been stored."""
+
+
+class NotCapturedError(NotStaticError):
+    """A step could not be captured: what it did has only been recorded."""
 
 
 class StaticSteps:
@@ -88,20 +93,25 @@ class StaticSteps:
             layer.settle()
             self._synchronize()
         self.is_open = True
+        layer.forget_query(has_run=False)
 
     def close(self) -> None:
         """After the step: every row has one token more."""
         self.is_open = False
         self.appended += 1
-        self.layer.columns = self._columns + self.appended
+        self.layer.columns = self._length
         self.layer.changes += 1
         self._seen = self.layer.changes
 
-    def abandon(self) -> None:
-        """Instead of `close`: the step has failed somewhere, and the layer holds what it held before."""
+    def abandon(self, has_run: bool) -> None:
+        """Instead of `close`: the step has failed somewhere, and the layer holds what it held before.
+
+        `has_run` tells whether the device has done what came before that.
+        """
         self.is_open = False
-        self.layer.columns = self._columns + self.appended
+        self.layer.columns = self._length
         self.layer.changes += 1
+        self.layer.forget_query(has_run)
 
     def take(self) -> None:
         """Tell the layer's states of the tokens that came, and pack the pages that have become full."""
@@ -133,10 +143,10 @@ class StaticSteps:
         for store, x in zip(layer.recent, (keys, values)):
             store.scatter_(2, place.expand(-1, x.shape[1], 1, x.shape[3]), x.detach().to(store.dtype))
         self.counts[1] += 1
-        layer.columns = self._columns + self.appended + 1
+        layer.columns = self._length + 1
         return KVHandle(layer, False, keys), KVHandle(layer, True, values)
 
-    def parts(self) -> Iterator[tuple[slice, list[Part]]]:
+    def parts(self, query: torch.Tensor) -> Iterator[tuple[slice, list[Part]]]:
         """All tokens, the new one too, of rows whose pages have one width."""
         layer = self.layer
         for rows in self._width_runs():
@@ -145,7 +155,16 @@ class StaticSteps:
             if layer.sink_tokens:
                 parts.append(ExactPart(*(x[rows] for x in layer.sink)))
             parts.append(ExactPart(*(x[rows] for x in layer.recent), held=recent))
+            reason = None if query.device.type == "cpu" else why_plain(query, parts, layer.kernel)
+            if reason is not None:
+                # It would go through all room there is, held or not.
+                raise NotStaticError(f"attention runs in plain torch: {reason}")
             yield rows, parts
+
+    @property
+    def _length(self) -> int:
+        """Columns after the steps so far."""
+        return self._columns + self.appended
 
     # --- on the host -------------------------------------------------------------------------------------------------
 

@@ -60,6 +60,8 @@ class TieredLayer(FixedLayer):
         self.query_sum: torch.Tensor | None = None
         self.query_count: list[int] = []
         self._query: torch.Tensor | None = None
+        #: What the static step that is underway has added to `query_sum`.
+        self._counted: torch.Tensor | None = None
 
     def _allocate(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         super()._allocate(keys, values)
@@ -98,11 +100,17 @@ class TieredLayer(FixedLayer):
         # Of layers that share their keys, the first is the one that has made them.
         if self.static.is_open:
             if self.config.importance == "query":
-                self.query_sum += _magnitudes(query.detach(), self.query_sum.shape[1])
+                self._counted = _magnitudes(query.detach(), self.query_sum.shape[1])
+                self.query_sum += self._counted
             return
         is_anothers = self.is_shared and self._query is not None
         if self.config.importance == "query" and self._pending is not None and not is_anothers:
             self._query = query.detach()
+
+    def forget_query(self, has_run: bool) -> None:
+        if has_run and self._counted is not None:
+            self.query_sum -= self._counted
+        self._counted = None
 
     def count_appended(self, count: int) -> None:
         if self.config.importance == "query":

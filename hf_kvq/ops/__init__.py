@@ -23,6 +23,7 @@ __all__ = [
     "encode_tiers",
     "require_kernel",
     "shrink_pages",
+    "why_plain",
 ]
 
 logger = logging.get_logger(__name__)
@@ -77,7 +78,7 @@ def attend(
     """
     if kernel == "torch":
         return naive.attend(query, parts, scaling, softcap, sinks)
-    reason = _why_not(query, parts, kernel)
+    reason = why_plain(query, parts, kernel)
     if reason is None:
         return fused.attend(query, parts, scaling, hf_kvq_kernels.attend, softcap, sinks)
     if kernel != "auto":
@@ -86,8 +87,10 @@ def attend(
     return naive.attend(query, parts, scaling, softcap, sinks)
 
 
-def _why_not(query: torch.Tensor, parts: list[Part], kernel: str) -> str | None:
-    """Why fused kernels, those called `kernel` or any, cannot attend to these parts."""
+def why_plain(query: torch.Tensor, parts: list[Part], kernel: str) -> str | None:
+    """Why fused kernels, those called `kernel` or any, cannot attend to these parts; None if they can."""
+    if kernel == "torch":
+        return "kernel='torch' asks for it"
     if kernel != "auto" and query.device.type != _DEVICES[kernel]:
         return f"the cache is on {query.device.type}"
     dtypes = {(part.keys.dtype, part.values.dtype) for part in parts}
