@@ -65,9 +65,7 @@ def caches(model: PreTrainedModel, context: int) -> dict[str, tuple[str, Callabl
     found = {"dynamic": ("sdpa", lambda: DynamicCache(config=config))}
     found["dynamic, packed-q"] = ("packed_query", found["dynamic"][1])
     found |= {f"pmkvq {bits}-bit": ("sdpa", pmkvq(bits)) for bits in (16, 8, 4, 2)}
-    if model.device.type == "cpu":
-        # Elsewhere it packs row by row, which takes minutes for many long ones.
-        found["mixkvq"] = ("sdpa", lambda: hf_kvq.MixKVQCache(config))
+    found["mixkvq"] = ("sdpa", lambda: hf_kvq.MixKVQCache(config))
     return found
 
 

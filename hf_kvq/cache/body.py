@@ -29,11 +29,11 @@ class PagedBody:
         """All memory that attention reads."""
         return [self.data]
 
-    def pages(self, rows: slice, bits: int) -> torch.Tensor:
-        """View of all page slots of `rows` at `bits`: uint8 [rows, capacity, page_bytes(bits)]."""
-        size = self.layout.page_bytes(bits)
-        capacity = self.row_bytes // size
-        return self.data[rows, : capacity * size].unflatten(1, (capacity, size))
+    def pages(self, rows: slice, bits: int, count: int | None = None) -> torch.Tensor:
+        """View of the first `count` or all page slots of `rows` at `bits`: uint8 [rows, slots, page_bytes(bits)]."""
+        size, data = self.layout.page_bytes(bits), self.data.narrow(0, rows.start, rows.stop - rows.start)
+        count = self.row_bytes // size if count is None else count
+        return data.as_strided((data.shape[0], count, size), (self.row_bytes, size, 1))
 
     def write(self, rows: slice, first: int, bits: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Encode [rows, heads, n * page_tokens, dim] into the pages from `first` on."""

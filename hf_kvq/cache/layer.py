@@ -150,7 +150,7 @@ class KVQLayer(CacheLayerMixin):
         for rows in self._runs():
             new = self.padding.tokens(rows.start, start, self.columns)
             # Whatever graph made these tensors ends here.
-            tokens = (pick(x[rows].detach(), new).to(s) for x, s in zip(pending, self.sink))
+            tokens = (pick(pick(x, rows, dim=0), new).detach().to(s) for x, s in zip(pending, self.sink))
             self.states[rows] = [self._store(rows, new, *tokens)] * (rows.stop - rows.start)
 
     def _store(self, rows: slice, index: slice | torch.Tensor, *new: torch.Tensor) -> RowState:
@@ -177,8 +177,8 @@ class KVQLayer(CacheLayerMixin):
             new = tuple(x[:, :, leaving:] for x in new)
         stop = state.recent + new[0].shape[2]
         for store, x in zip(self.recent, new):
-            store[rows, :, state.recent : stop] = x
-        return dataclasses.replace(state, recent=stop)
+            pick(pick(store, rows, dim=0), slice(state.recent, stop)).copy_(x)
+        return RowState(state.bits, state.sink, state.pages, stop, state.short)
 
     # --- attending -----------------------------------------------------------------------------------------------
 
@@ -209,7 +209,7 @@ class KVQLayer(CacheLayerMixin):
             [batch, query heads, queries, head_dim] in the query's dtype.
         """
         results = [
-            attend(query[rows], parts, scaling, self.kernel, softcap, sinks)
+            attend(pick(query, rows, dim=0), parts, scaling, self.kernel, softcap, sinks)
             for rows, parts in self._row_parts(query, mask, is_causal)
         ]
         return results[0] if len(results) == 1 else torch.cat(results)
@@ -261,20 +261,18 @@ class KVQLayer(CacheLayerMixin):
 
         With `held`, int64 [rows], all places of pages, whatever their number is now.
         """
-        pages = self.body.pages(rows, state.bits)
-        if held is None:
-            pages = pages[:, : state.pages]
+        pages = self.body.pages(rows, state.bits, state.pages if held is None else None)
         layout = self.layout
         return PackedPart(pages, layout.keys, layout.values, layout.widths(state.bits), mask, state.short, held)
 
     def _exact_pieces(self, rows: slice) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of the exact tokens: the sink, and behind the body the recent and the pending ones."""
         state = self.states[rows.start]
-        pieces = [tuple(s[rows, :, : state.sink] for s in self.sink)]
-        pieces.append(tuple(s[rows, :, : state.recent] for s in self.recent))
+        stored = ((self.sink, state.sink), (self.recent, state.recent))
+        pieces = [tuple(pick(pick(s, rows, dim=0), slice(count)) for s in pair) for pair, count in stored]
         if self._pending is not None:
             new = self.padding.tokens(rows.start, self._pending_start, self.columns)
-            pieces.append(tuple(pick(x[rows], new).to(s) for x, s in zip(self._pending, self.sink)))
+            pieces.append(tuple(pick(pick(x, rows, dim=0), new).to(s) for x, s in zip(self._pending, self.sink)))
         return pieces
 
     def dequantize(self, value: bool) -> torch.Tensor:
@@ -446,8 +444,9 @@ def count_tokens(padding: Padding, row: int, start: int, stop: int) -> int:
 
 
 def pick(x: torch.Tensor, index: slice | torch.Tensor, dim: int = 2) -> torch.Tensor:
-    """`x` at `index` along `dim`; a view where the index is a slice."""
+    """`x` at `index` along `dim`; where the index is a slice a view, or `x` itself if that is all of it."""
     if isinstance(index, slice):
-        start, stop, _ = index.indices(x.shape[dim])
-        return x.narrow(dim, start, stop - start)
+        size = x.shape[dim]
+        start, stop, _ = index.indices(size)
+        return x if stop - start == size else x.narrow(dim, start, stop - start)
     return x.index_select(dim, index.to(x.device))

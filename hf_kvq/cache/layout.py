@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..codecs import BlockCodec
+from ..codecs import WIDTHS, BlockCodec
 from ..codecs.block import Axis
 from ..config import PMKVQConfig
 from ..ops import byte_orders
@@ -89,8 +90,12 @@ class LayerLayout:
         return max(bits, self.floors[0]), max(bits, self.floors[1])
 
     def page_bytes(self, bits: int) -> int:
-        key_bits, value_bits = self.widths(bits)
-        return self.keys.nbytes(key_bits) + self.values.nbytes(value_bits)
+        return self._page_bytes[bits]
+
+    @functools.cached_property
+    def _page_bytes(self) -> dict[int, int]:
+        widths = {bits: self.widths(bits) for bits in WIDTHS}
+        return {bits: self.keys.nbytes(pair[0]) + self.values.nbytes(pair[1]) for bits, pair in widths.items()}
 
     def split(self, length: int) -> tuple[int, int, int]:
         """Sink tokens, body pages and room for recent tokens that a request of up to `length` tokens needs."""

@@ -41,16 +41,14 @@ class Records:
             }
         )
 
-    def write(self, first: int, block: TieredBlock) -> None:
-        """Put the records of pages `first`, `first + 1`, ... behind those of the pages before; what was there goes."""
-        del self.before[first + 1 :]
-        low, exact = self.before[first]
-        self._put("counts", first, block.counts)
+    def write(self, page: int, block: TieredBlock) -> None:
+        """Put the records of one page behind those of the pages before; what was there goes."""
+        del self.before[page + 1 :]
+        low, exact = self.before[page]
+        self._put("counts", page, block.counts)
         for name, start in zip(RECORDS, (low, low, exact, exact)):
             self._put(name, start, getattr(block, name))
-        for page_low, page_exact in block.counts.sum(1).tolist():
-            low, exact = low + page_low, exact + page_exact
-            self.before.append((low, exact))
+        self.before.append((low + len(block.low), exact + len(block.exact)))
 
     def read(self, first: int, last: int, dense: torch.Tensor) -> TieredBlock:
         """Pages `[first, last)`, whose regular part is `dense`; all views."""
@@ -84,13 +82,14 @@ class TieredBody(PagedBody):
     def write_tiered(
         self, rows: slice, page: int, keys: torch.Tensor, values: torch.Tensor, tiers: torch.Tensor
     ) -> None:
-        """Encode [rows, heads, page_tokens, dim] into one page; `tiers` has each channel's, [rows, heads, dim]."""
+        """Encode [rows, heads, page_tokens, dim] into a page each; `tiers` are their channels', [rows, heads, dim]."""
         slots = self.pages(rows, 2)[:, page]
         split = self.layout.keys.nbytes(2)
         value_bits = self.layout.widths(2)[1]
         encode_blocks(self.layout.values, values[:, None], value_bits, slots[:, None, split:], self.kernel)
-        for i, row in enumerate(range(rows.start, rows.stop)):
-            self.records[row].write(page, encode_tiers(self.codec, keys[i], tiers[i], slots[i, :split], self.kernel))
+        block = encode_tiers(self.codec, keys, tiers, slots[:, :split], self.kernel)
+        for records, own in zip(self.records[rows], _one_by_one(block)):
+            records.write(page, own)
 
     def tensors(self) -> list[torch.Tensor]:
         return [*super().tensors(), *(x for records in self.records for x in records.buffers.values())]
@@ -98,3 +97,12 @@ class TieredBody(PagedBody):
     def select(self, indices: torch.Tensor) -> None:
         super().select(indices)
         self.records = [copy.deepcopy(self.records[i]) for i in indices.tolist()]
+
+
+def _one_by_one(block: TieredBlock) -> list[TieredBlock]:
+    """Each page of a block as a block of its own; all views."""
+    # The only thing that has to come from the device, for all pages at once.
+    low, exact = zip(*block.counts.sum(1).tolist())
+    sizes = {"dense": 1, "counts": 1, "low": low, "low_channel": low, "exact": exact, "exact_channel": exact}
+    parts = [getattr(block, name).split(size) for name, size in sizes.items()]
+    return [TieredBlock(*page) for page in zip(*parts)]

@@ -38,15 +38,21 @@ def encode_blocks(codec: BlockCodec, x: torch.Tensor, bits: int, out: torch.Tens
 def encode_tiers(
     codec: TieredKeyCodec, keys: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, kernel: str
 ) -> TieredBlock:
-    """Write the regular part of one block [heads, tokens, dim] to uint8 [bytes]; its tiers are [heads, dim]."""
+    """Write the regular part of blocks [rows, heads, tokens, dim] to uint8 [rows, bytes].
+
+    Args:
+        tiers: of each block's channels, [rows, heads, dim].
+
+    Returns:
+        All blocks; `dense` is `out`, or equal to it.
+    """
     if _is_fused(codec.dense, keys, kernel):
         order = BYTE_ORDERS.index(codec.byte_order)
         keys = codec.prepare(keys, tiers)
-        records = hf_kvq_kernels.quantize_tiers_(keys, tiers, out, codec.group_size, order)
-        counts = torch.stack([(tiers == tier).sum(-1) for tier in (1, 2)], dim=-1).to(torch.int16)
-        return TieredBlock(out[None], counts[None], *records)
-    block = codec.encode(keys[None], tiers[None])
-    out.copy_(block.dense[0])
+        *records, counts = hf_kvq_kernels.quantize_tiers_(keys, tiers, out, codec.group_size, order)
+        return TieredBlock(out, counts, *records)
+    block = codec.encode(keys, tiers)
+    out.copy_(block.dense)
     return block
 
 

@@ -11,6 +11,8 @@ from transformers import LlamaConfig
 
 from conftest import kv, storage_bytes
 from hf_kvq import MixKVQCache
+from hf_kvq.cache import tiered_body
+from hf_kvq.ops import encode_tiers
 from simulation_mixkvq import BF16, UINT2, UINT4, Rules, Simulation, assert_equal, feed, packed, queries
 
 
@@ -531,6 +533,27 @@ def test_rows_of_a_padded_batch_equal_rows_alone(window, cuts):
         for got, wanted in zip(cache.dequantize(0), own_cache.dequantize(0)):
             assert torch.equal(got[row : row + 1][:, :, valid[row]], wanted)
             assert not bool(got[row][:, ~valid[row]].any())
+
+
+@pytest.mark.parametrize("kernel", ["auto", "torch"])
+@pytest.mark.parametrize("cuts", ["one call", "one by one"])
+def test_rows_with_other_numbers_of_promoted_channels_are_packed_at_once(cuts, kernel, monkeypatch):
+    calls = []
+    monkeypatch.setattr(tiered_body, "encode_tiers", lambda *x: calls.append(len(x[1])) or encode_tiers(*x))
+    rules = replace(SMALL, tau=(6.0, 1.0))
+    cache = cache_of(rules, kernel=kernel)
+    layer, simulation = cache.layers[0], Simulation(rules, 4)
+    tokens = rules.sink + 3 * rules.residual + 5
+    data = data_of(rules, tokens, batch=4)
+    # The second row promotes nothing, the last one everything.
+    data[0] *= torch.tensor([1.0, 1.0, 0.1, 1e6])[:, None, None, None]
+    data[0][1] = 0
+    feed(cache, data, cuts_of(cuts, tokens), [simulation])
+    assert_equal(layer, simulation)
+    assert calls == [4, 4, 4]
+    low, exact = zip(*(records.before[-1] for records in layer.body.records))
+    assert low[1] == exact[1] == low[3] == 0 and exact[3] == 3 * rules.heads * rules.key_dim
+    assert len({low[0], low[2], 0}) == 3 and 0 < exact[0] < exact[3]
 
 
 @pytest.mark.parametrize("rules", [SHAPES[1], SHAPES[7]], ids=name_of)

@@ -112,6 +112,17 @@ def test_a_channel_does_not_depend_on_its_neighbours():
         assert torch.equal(got[..., 0::2], wanted[..., 0::2])
 
 
+def test_pages_can_be_encoded_one_by_one():
+    rules = Rules(2, 1, 24, 16)
+    keys, tiers, _ = pages_of(rules, 4)
+    tiers[1], tiers[2, :, ::2] = UINT2, UINT2  # no records, and fewer
+    codec = codec_of(rules)
+    wanted, alone = codec.encode(keys, tiers), [codec.encode(keys[i : i + 1], tiers[i : i + 1]) for i in range(4)]
+    assert len({int(block.counts.sum()) for block in alone} | {0}) == 4
+    for name, x in vars(wanted).items():
+        assert torch.equal(x, torch.cat([getattr(block, name) for block in alone])), name
+
+
 def test_pages_can_be_decoded_one_by_one():
     rules = Rules(2, 1, 24, 16)
     keys, tiers, _ = pages_of(rules, 3)

@@ -179,7 +179,7 @@ def quantize_here(shapes: list[tuple[int, int, int]], target: str) -> list[str]:
             if pack.why_not_packing(x, 3, tokens, tokens if per_channel else dim, group) is None:
                 pack.quantize_(x.to(torch.bfloat16), out, bits, per_channel, group, 3, True)
         if pack.why_not_packing(x, 3, tokens, tokens, group) is None:
-            pack.quantize_tiers_(x[0, 0], torch.arange(2 * dim).view(2, dim) % 3, out[0, 0], group, 3)
+            pack.quantize_tiers_(x[0], torch.arange(4 * dim).view(2, 2, dim) % 3, out[0], group, 3)
     return [kernel for kernel, _ in compiled]
 
 
@@ -315,7 +315,8 @@ def _packing_source(name: str) -> tuple[Any, dict[str, str], dict[str, Any], int
     }[name.split()[0]]
     if kernel is codes.shrink_kernel:
         constants["TILE"], constants["ROWS"], _ = pack._tiling(128, options["dim"], bits, False, 1)
-    special = {"tiers": "*u8", "places": "*i32"} | dict.fromkeys(("words", "low_words"), "*i16")
+    special = {"places": "*i32"} | dict.fromkeys(("words", "low_words"), "*i16")
+    special |= dict.fromkeys(("tiers", "low_channel", "exact_channel"), "*u8")
     special |= dict.fromkeys(("x", "ranges", "exact"), "*bf16") | {"x_channel": "constexpr"}
     special |= dict.fromkeys(("old", "new"), "*bf16" if kernel is codes.ranges_kernel else "*i16")
     if "x_channel" in kernel.arg_names:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from oracle import assert_within, check, oracle
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 import hf_kvq.ops
@@ -765,6 +766,22 @@ def positional(arguments: dict[str, Any]) -> tuple:
 def test_operator_is_what_torch_expects(case):
     op = getattr(torch.ops, NAMESPACE).attend.default
     torch.library.opcheck(op, positional(Maker(case).arguments()))
+
+
+def test_who_watches_sees_the_operator():
+    class Watch(TorchDispatchMode):
+        seen = ()
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.seen += (func,)
+            return func(*args, **(kwargs or {}))
+
+    arguments = Maker(Case()).arguments()
+    wanted = hf_kvq_kernels.attend(**arguments)
+    with Watch() as watch:
+        got = hf_kvq_kernels.attend(**arguments)
+    assert getattr(torch.ops, NAMESPACE).attend.default in watch.seen
+    assert all(torch.equal(*pair) for pair in zip(got, wanted))
 
 
 @pytest.mark.parametrize("device", ["meta", "fake"])

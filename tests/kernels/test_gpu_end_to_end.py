@@ -74,6 +74,7 @@ def launch(*arguments):
 
 # The operator that is recorded is Triton's.
 hf_kvq_kernels.ops._LIBRARY.impl("attend", launch, "CPU", allow_override=True)
+hf_kvq_kernels.ops._is_watched = lambda query: True
 registration._WITH_GRAPHS = ("cpu",)
 registration.CapturedSteps = functools.partial(CapturedSteps, capture=recorded)
 
@@ -82,10 +83,10 @@ ids = tokenizer(bundled_text()[:4000], return_tensors="pt").input_ids[:, :300]
 texts = []
 
 
-def generate(name, options, attend, **more):
+def generate(name, options, attend, tokens=4, **more):
     layer.attend = attend
     request = {"cache_implementation": name, "cache_config": options, **more}
-    return model.generate(ids, max_new_tokens=4, do_sample=False, **request)[0, 300:].tolist()
+    return model.generate(ids, max_new_tokens=tokens, do_sample=False, **request)[0, 300:].tolist()
 
 
 requests = ("pmkvq", {"fbit": 4, "initial_bits": 4}), ("mixkvq", {"target_bits": 3.0})
@@ -94,7 +95,8 @@ texts = [[generate(*request, attend) for attend in (by_definition, by_triton)] f
 del model.model.layers[LAYERS:]
 model.config.num_hidden_layers = LAYERS
 for request in requests:
-    texts.append([generate(*request, by_definition), generate(*request, as_operator, compile_config=CompileConfig())])
+    captured = generate(*request, as_operator, 5, compile_config=CompileConfig())
+    texts.append([generate(*request, by_definition, 5), captured])
 print(json.dumps({"texts": texts, "calls": calls}))
 """
 
@@ -106,7 +108,8 @@ def test_a_real_model_says_the_same():
     done = subprocess.run([sys.executable, "-c", f"{LAYERS = }\n{SCRIPT}"], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    # The first token comes from the prompt, which attends to itself exactly. Of three steps that are captured, one is
-    # ordinary, one only recorded, and two are repetitions.
-    assert found["calls"] == [2 * (3 * 30 + 4 * LAYERS), 2 * 2]
-    assert all(triton == plain and len(plain) == 4 for plain, triton in found["texts"])
+    # The first token comes from the prompt, which attends to itself exactly. Of four steps two are ordinary, one is
+    # recorded as well, and two are repetitions.
+    assert found["calls"] == [2 * (3 * 30 + 5 * LAYERS), 2 * 2]
+    assert [len(plain) for plain, _ in found["texts"]] == [4, 4, 5, 5]
+    assert all(triton == plain for plain, triton in found["texts"])

@@ -190,21 +190,26 @@ def test_any_strides(order, axis):
 @interpreted
 @pytest.mark.parametrize(("tokens", "dim", "group", "dtype"), SHAPES)
 def test_tiers(tokens, dim, group, dtype, watch):
-    x = numbers(1, 1, 2, tokens, dim, dtype=dtype)[0, 0]
+    x = numbers(5, 1, 2, tokens, dim, dtype=dtype)[:, 0]
+    # Rows with channels in all tiers, in one, and with other numbers of them.
+    tiers = torch.randint(0, 3, (5, 2, dim), generator=torch.Generator().manual_seed(0))
+    tiers[1:4] = torch.arange(3)[:, None, None]
     codec = TieredKeyCodec(2, tokens, dim, dtype, group, (-2, 2))
-    generator = torch.Generator().manual_seed(0)
-    for tiers in (torch.randint(0, 3, (2, dim), generator=generator), *(torch.full((2, dim), t) for t in range(3))):
-        want = codec.encode(x[None], tiers[None])
-        room = torch.full((want.dense.shape[-1] + 8,), POISON, dtype=torch.uint8)
-        out = room[4:-4]
-        records = pack.quantize_tiers_(laid_out(x, (1, 2, 0)), tiers, out, group, ORDER)
-        assert same_bytes(codec.dense, out, want.dense[0], 2)
-        assert bool((room[:4] == POISON).all()) and bool((room[-4:] == POISON).all())
-        for name, got in zip(("low", "low_channel", "exact", "exact_channel"), records):
+    data = laid_out(x, (2, 3, 0, 1))
+    for rows in (slice(5), *(slice(i, i + 1) for i in range(5))):
+        want = codec.encode(x[rows], tiers[rows])
+        room = torch.full((len(want.dense), want.dense.shape[1] + 8), POISON, dtype=torch.uint8)
+        out = room[:, 4:-4]
+        records = pack.quantize_tiers_(data[rows], tiers[rows], out, group, ORDER)
+        assert same_bytes(codec.dense, out, want.dense, 2)
+        for name, got in zip(("low", "low_channel", "exact", "exact_channel", "counts"), records):
             expected = getattr(want, name)
             assert got.dtype == expected.dtype and got.shape == expected.shape, name
             assert torch.equal(got.contiguous().view(torch.uint8), expected.contiguous().view(torch.uint8)), name
+        out.fill_(POISON)
+        assert bool((room == POISON).all())
     watch.check()
+    assert len(watch.launches) == 6
 
 
 def pages_of(codecs: tuple[BlockCodec, BlockCodec], data: list[torch.Tensor], bits: int) -> torch.Tensor:
@@ -433,9 +438,9 @@ def test_operators_take_what_packing_gives(operated):
     want = torch.cat([codecs[0].encode(data[0], 4), codecs[1].encode(data[1], 2)], dim=-1).flatten(1)
     assert torch.equal(arena[:, : want.shape[1]], want) and operated[1:] == ["quantize_"] * 2
     codec = TieredKeyCodec(2, 16, 12, FP16, 16, (-2, 2))
-    tiers = torch.arange(24).view(2, 12) % 3
-    want = codec.encode(data[0][0, :1], tiers[None])
-    out = torch.zeros_like(want.dense[0])
-    block = encode_tiers(codec, data[0][0, 0], tiers, out, "auto")
-    assert torch.equal(out, want.dense[0]) and torch.equal(block.counts, want.counts)
+    tiers = torch.arange(72).view(3, 2, 12) % 3
+    want = codec.encode(data[0][0], tiers)
+    out = torch.zeros_like(want.dense)
+    block = encode_tiers(codec, data[0][0], tiers, out, "auto")
+    assert torch.equal(out, want.dense) and torch.equal(block.counts, want.counts)
     assert torch.equal(block.exact, want.exact) and operated[3:] == ["quantize_tiers_"]

@@ -10,9 +10,10 @@ import torch
 
 import hf_kvq_kernels
 from hf_kvq.codecs import BlockCodec
-from hf_kvq.codecs.tiered import TieredKeyCodec
+from hf_kvq.codecs.tiered import TieredBlock, TieredKeyCodec
 from hf_kvq.ops import byte_orders, encode_blocks, encode_tiers, packing, shrink_pages
 from hf_kvq.transforms import HadamardRotation
+from hf_kvq_kernels._ops import NAMESPACE
 
 
 pytestmark = pytest.mark.skipif(
@@ -22,6 +23,10 @@ pytestmark = pytest.mark.skipif(
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # tokens, dim, group
 SHAPES = [(128, 64, 128), (128, 80, 32), (32, 20, 16), (48, 40, 48), (16, 128, 24)]
+
+
+# What a block of keys in tiers consists of.
+FIELDS = [field.name for field in dataclasses.fields(TieredBlock)]
 
 
 @pytest.fixture
@@ -83,18 +88,41 @@ def test_blocks(tokens, dim, group, dtype, axis, bits, calls):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("tokens", "dim", "group"), SHAPES)
 def test_tiers(tokens, dim, group, dtype, calls):
-    x = numbers(1, 1, 2, tokens, dim, dtype=dtype)[0, 0]
+    x = numbers(5, 1, 2, tokens, dim, dtype=dtype)[:, 0]
+    x[1:-1, 0, 3, 7] = torch.nan
+    # Rows with channels in all tiers, in one, and with other numbers of them.
+    tiers = torch.randint(0, 3, (5, 2, dim), generator=torch.Generator().manual_seed(0))
+    tiers[1:4] = torch.arange(3)[:, None, None]
     codec = TieredKeyCodec(2, tokens, dim, dtype, group, byte_orders("cpu", dim)[0])
-    generator = torch.Generator().manual_seed(0)
-    for tiers in (torch.randint(0, 3, (2, dim), generator=generator), *(torch.full((2, dim), t) for t in range(3))):
-        want = codec.encode(x[None], tiers[None])
-        out = torch.zeros_like(want.dense[0])
-        got = encode_tiers(codec, x, tiers, out, "auto")
-        assert same_bytes(codec.dense, out[None, None], want.dense[None], 2)
-        for name in ("counts", "low", "low_channel", "exact", "exact_channel"):
-            a, b = getattr(got, name), getattr(want, name)
-            assert a.dtype == b.dtype and torch.equal(a.nan_to_num(), b.nan_to_num()), name
-    assert calls == ["quantize_tiers_"] * 4
+    want = codec.encode(x, tiers)
+    # Rows lie further apart than they are long, and nothing between them changes.
+    room = torch.full((5, want.dense.shape[1] + 6), 9, dtype=torch.uint8)
+    out = room[:, 2:-4]
+    for data in (
+        x,
+        x.transpose(2, 3).contiguous().transpose(2, 3),
+        x.transpose(1, 2).contiguous().transpose(1, 2),
+    ):
+        out.zero_()
+        got = encode_tiers(codec, data, tiers, out, "auto")
+        assert got.dense is out
+        assert_same(codec, got, want)
+    out.zero_()
+    alone = [encode_tiers(codec, x[i : i + 1], tiers[i : i + 1], out[i : i + 1], "auto") for i in range(5)]
+    assert_same(codec, TieredBlock(*(torch.cat([getattr(block, name) for block in alone]) for name in FIELDS)), want)
+    out.fill_(9)
+    assert bool((room == 9).all())
+    assert calls == ["quantize_tiers_"] * 8
+
+
+@pytest.mark.parametrize("tier", range(3))
+def test_tracing_tiers(tier):
+    x, tiers = numbers(3, 1, 2, 32, 24, dtype=torch.bfloat16)[:, 0], torch.full((3, 2, 24), tier)
+    codec = TieredKeyCodec(2, 32, 24, torch.bfloat16, 16, byte_orders("cpu", 24)[0])
+    out = torch.zeros(3, codec.dense.nbytes(2), dtype=torch.uint8)
+    op = getattr(torch.ops, NAMESPACE).quantize_tiers_.default
+    order = hf_kvq_kernels.BYTE_ORDERS.index(codec.byte_order)
+    torch.library.opcheck(op, (x, tiers, out, 16, order), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize(("bits", "target"), [(16, 8), (16, 4), (16, 2), (8, 4), (8, 2), (4, 2)])
@@ -165,16 +193,14 @@ def test_clipped_blocks(kernel, calls):
 
 @pytest.mark.parametrize("kernel", ["auto", "torch"])
 def test_clipped_tiers(kernel):
-    keys = numbers(1, 1, 2, 32, 32, dtype=torch.bfloat16)[0, 0]
-    tiers = torch.arange(64).view(2, 32) % 3
+    keys = numbers(3, 1, 2, 32, 32, dtype=torch.bfloat16)[:, 0]
+    tiers = torch.arange(192).view(3, 2, 32) % 3
     codec = TieredKeyCodec(2, 32, 32, torch.bfloat16, 16, byte_orders("cpu", 32)[0], clip=0.8)
-    want = codec.encode(keys[None], tiers[None])
-    out = torch.zeros_like(want.dense[0])
-    got = encode_tiers(codec, keys, tiers, out, kernel)
-    assert same_bytes(codec.dense, out[None, None], want.dense[None], 2)
-    assert torch.equal(got.low, want.low)
-    plain = dataclasses.replace(codec, clip=1.0).encode(keys[None], tiers[None])
-    clipped, whole = codec.decode(want).transpose(-1, -2)[0], codec.decode(plain).transpose(-1, -2)[0]
+    want = codec.encode(keys, tiers)
+    out = torch.zeros_like(want.dense)
+    assert_same(codec, dataclasses.replace(encode_tiers(codec, keys, tiers, out, kernel), dense=out), want)
+    plain = dataclasses.replace(codec, clip=1.0).encode(keys, tiers)
+    clipped, whole = codec.decode(want).transpose(-1, -2), codec.decode(plain).transpose(-1, -2)
     assert torch.equal(clipped[tiers > 0].nan_to_num(), whole[tiers > 0].nan_to_num())
     assert not torch.equal(clipped[tiers == 0].nan_to_num(), whole[tiers == 0].nan_to_num())
 
@@ -241,6 +267,14 @@ def test_threads_do_not_matter():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+def assert_same(codec: TieredKeyCodec, got: TieredBlock, want: TieredBlock) -> None:
+    """Equal to the bit; but NaN is NaN, whatever its bits."""
+    assert same_bytes(codec.dense, got.dense, want.dense, 2)
+    for name in FIELDS[1:]:
+        a, b = (torch.nan_to_num(getattr(block, name), nan=1.25, posinf=None, neginf=None) for block in (got, want))
+        assert a.dtype == b.dtype and torch.equal(a, b), name
 
 
 def same_bytes(codec: BlockCodec, got: torch.Tensor, want: torch.Tensor, bits: int) -> bool:

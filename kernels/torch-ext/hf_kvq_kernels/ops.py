@@ -22,7 +22,8 @@ _LIBRARY.define(
     "quantize_(Tensor x, Tensor(a!) out, int bits, bool per_channel, int group, int order, bool centered) -> ()"
 )
 _LIBRARY.define(
-    "quantize_tiers_(Tensor x, Tensor tiers, Tensor(a!) out, int group, int order) -> (Tensor, Tensor, Tensor, Tensor)"
+    "quantize_tiers_(Tensor x, Tensor tiers, Tensor(a!) out, int group, int order) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _LIBRARY.define(
     "shrink_(Tensor(a!) data, int pages, int[] layout, int to_bits, int key_order, int value_order, "
@@ -74,9 +75,19 @@ def attend(
         Output, float32 [rows, query heads, queries, value_dim], and log(sum(exp(scores))), float32
         [rows, query heads, queries]. A query that sees no token gets 0 and -inf.
     """
-    op, layout = getattr(torch.ops, NAMESPACE).attend, list(layout or ())
-    body = pages, page_mask, page_starts, records, layout
-    return op(query, keys, values, masks, *body, scaling, softcap, page_held, held)
+    arguments = query, keys, values, masks, pages, page_mask, page_starts, records
+    if query.device.type == "cpu" and not _is_watched(query):
+        # The way through the dispatcher takes as long as hundreds of packed tokens.
+        return cpu.attend(*arguments, layout, scaling, softcap, page_held, held)
+    op = getattr(torch.ops, NAMESPACE).attend
+    return op(*arguments, list(layout or ()), scaling, softcap, page_held, held)
+
+
+def _is_watched(query: torch.Tensor) -> bool:
+    """Whether somebody wants to see which operators run: a compiler, or a mode that traces, counts or fakes them."""
+    if torch.compiler.is_compiling() or type(query) is not torch.Tensor:
+        return True
+    return torch._C._len_torch_dispatch_stack() > 0
 
 
 def quantize_(
@@ -99,11 +110,18 @@ def quantize_(
 
 def quantize_tiers_(
     x: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, group: int, order: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Write one block of keys [heads, tokens, dim] with channels in tiers (0 UINT2, 1 UINT4, 2 BF16), [heads, dim].
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Write blocks of keys at 2 bits, but for channels that have more.
+
+    Args:
+        x: [blocks, heads, tokens, dim], float32, bfloat16 or float16.
+        tiers: of the channels, [blocks, heads, dim]: 0 UINT2, 1 UINT4, 2 BF16.
+        out: uint8 [blocks, bytes], written.
+        group: tokens that share one (min, max).
+        order: place in `BYTE_ORDERS`.
 
     Returns:
-        The block's records, in the order that `attend` takes them, without their counts.
+        The records of all blocks and their counts, as `attend` takes them.
     """
     return getattr(torch.ops, NAMESPACE).quantize_tiers_(x, tiers, out, group, order)
 
@@ -152,8 +170,9 @@ def _quantize_tiers_fake(x, tiers, out, group, order):
     context = torch.library.get_ctx()
     low, exact = context.new_dynamic_size(), context.new_dynamic_size()
     channels = (tiers.new_empty(n, dtype=torch.uint8) for n in (low, exact))
-    lines = tiers.new_empty(low, x.shape[1] // 4, dtype=torch.uint8), x.new_empty(exact, x.shape[1])
-    return tuple(part for pair in zip(lines, channels) for part in pair)
+    tokens, counts = x.shape[2], tiers.new_empty(*tiers.shape[:2], 2, dtype=torch.int16)
+    lines = tiers.new_empty(low, tokens // 4, dtype=torch.uint8), x.new_empty(exact, tokens)
+    return *(part for pair in zip(lines, channels) for part in pair), counts
 
 
 def _shrink_cpu(data, pages, layout, to_bits, key_order, value_order, centered_keys):

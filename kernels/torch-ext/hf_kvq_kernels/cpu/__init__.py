@@ -97,13 +97,13 @@ def attend(
     rows, query_heads, queries, key_dim = query.shape
     heads = layout.heads if pages is not None else keys[0].shape[1]
     value_dim = layout.value_dim if pages is not None else values[0].shape[3]
-    query = query.to(torch.float32).contiguous()
-    out = query.new_empty(rows, query_heads, queries, value_dim)
-    lse = query.new_empty(rows, query_heads, queries)
+    query = query.contiguous()
+    out = query.new_empty(rows, query_heads, queries, value_dim, dtype=torch.float32)
+    lse = out.new_empty(rows, query_heads, queries)
     # What C reads must live until it has returned.
     alive: list[torch.Tensor] = []
     head = (query.data_ptr(), out.data_ptr(), lse.data_ptr(), rows, heads, query_heads // heads, queries, key_dim,
-            value_dim)  # fmt: skip
+            value_dim, DTYPES.index(query.dtype))  # fmt: skip
     if pages is None:
         body = (0, 0, 0, 0, 0, *_NO_PAGES)
     else:
@@ -115,9 +115,8 @@ def attend(
     numbers += [x.data_ptr() for x in records]
     for key, value, mask in zip(keys, values, masks):
         key, value = _with_dense_last(key, alive), _with_dense_last(value, alive)
-        size = key.element_size()
         numbers += (key.data_ptr(), value.data_ptr(), key.shape[2], DTYPES.index(key.dtype))
-        numbers += [size * stride for x in (key, value) for stride in x.stride()[:3]]
+        numbers += (*key.stride()[:3], *value.stride()[:3])
         numbers += _mask(mask, alive)
     problem = struct.pack(
         f"={len(head)}q2d{1 + len(body) + len(numbers)}q",
@@ -176,18 +175,19 @@ def quantize_(
 
 def quantize_tiers_(
     x: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, group: int, order: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `hf_kvq_kernels.quantize_tiers_`."""
-    heads, tokens, dim = x.shape
-    tiers = tiers.to(torch.uint8).contiguous()
-    n_low, n_exact = int((tiers == 1).sum()), int((tiers == 2).sum())
+    tokens, tiers = x.shape[2], tiers.to(torch.uint8).contiguous()
+    counts = torch.stack([(tiers == tier).sum(-1) for tier in (1, 2)], dim=-1).to(torch.int16)
+    n_low, n_exact = counts.sum((0, 1)).tolist()
     records = (
         tiers.new_empty(n_low, tokens // 4),
         tiers.new_empty(n_low),
         x.new_empty(n_exact, tokens),
         tiers.new_empty(n_exact),
+        counts,
     )
-    _quantize(x[None, None], out[None, None], 2, True, group, order, False, (tiers, *records))
+    _quantize(x[:, None], out[:, None], 2, True, group, order, False, (tiers, *records))
     return records
 
 
@@ -205,9 +205,9 @@ def _quantize(
     x = _with_dense_last(x, alive)
     rows, blocks, heads, tokens, dim = x.shape
     strides = (x.element_size() * stride for stride in x.stride()[:4])
-    pointers = [tensor.data_ptr() for tensor in tensors] or [0] * 5
+    pointers = [tensor.data_ptr() for tensor in tensors] or [0] * 6
     problem = struct.pack(
-        "=25q", x.data_ptr(), out.data_ptr(), rows, blocks, heads, tokens, dim, DTYPES.index(x.dtype), *strides,
+        "=26q", x.data_ptr(), out.data_ptr(), rows, blocks, heads, tokens, dim, DTYPES.index(x.dtype), *strides,
         out.stride(0), out.stride(1), bits, per_channel, group, order, centered, torch.get_num_threads(), *pointers,
     )  # fmt: skip
     if _library().kvq_quantize(problem):

@@ -23,7 +23,7 @@ typedef struct {
 typedef struct {
     const uint8_t *keys, *values;
     int64_t tokens, dtype;
-    int64_t key_row, key_head, key_token, value_row, value_head, value_token;  // strides in bytes
+    int64_t key_row, key_head, key_token, value_row, value_head, value_token;  // strides in elements
     Mask mask;
 } Segment;
 
@@ -34,9 +34,9 @@ typedef struct {
 } Tiers;
 
 typedef struct {
-    const float *query;  // [rows, heads, queries of a KV head, key_dim]
-    float *out, *lse;    // [rows, heads, queries of a KV head, value_dim] and without value_dim
-    int64_t rows, heads, group, queries, key_dim, value_dim;
+    const uint8_t *query;  // [rows, heads, queries of a KV head, key_dim]
+    float *out, *lse;      // [rows, heads, queries of a KV head, value_dim] and without value_dim
+    int64_t rows, heads, group, queries, key_dim, value_dim, query_dtype;
     double scaling, softcap;
     int64_t threads;
     // Pages.
@@ -75,11 +75,8 @@ INLINE floats exp_negative(floats x) {
 
 INLINE float exp_of(float x) { return exp_negative((floats){0} + x)[0]; }
 
-// Coefficients of codes, for up to ROWS_AT_ONCE queries: [quads of elements, queries, high and low, 4].
-enum { QUAD = 8 * ROWS_AT_ONCE };
-
-// x = scale * (256 * high + low), to 16 bits of the largest |x|; returns scale. `n` is a multiple of 4. NaN and inf go
-// into *broken.
+// x = scale * (256 * high + low), to 16 bits of the largest |x|; returns scale. `to` becomes [quads, high and low, 4],
+// up to a whole number of LANES; `n` is a multiple of 4. NaN and inf go into *broken.
 INLINE float split(const float *restrict x, int64_t n, int8_t *restrict to, float *broken) {
     floats most = {0}, probe = {0};
     int64_t i = 0;
@@ -97,22 +94,12 @@ INLINE float split(const float *restrict x, int64_t n, int8_t *restrict to, floa
     // Of numbers this small nothing is lost by taking them for zero.
     const float inverse = largest > 1e-30f && largest < 3e38f ? 32512.0f / largest : 0.0f;
     for (i = 0; i < n; i += LANES) {
-        const int64_t have = n - i < LANES ? n - i : LANES;
         floats y = {0};
-        if (have == LANES)
+        if (n - i >= LANES)
             y = load_floats(x + i);
         else
-            memcpy(&y, x + i, 4 * (size_t)have);
-        const ints code = (ints)(y * inverse + 12582912.0f) - 0x4b400000, upper = (code + 128) >> 8;
-        if (have == LANES) {
-            store_quads(to + i / 4 * QUAD, QUAD, upper, code - upper * 256);
-            continue;
-        }
-        for (int64_t k = 0; k < have; k++) {
-            int8_t *at = to + (i + k) / 4 * QUAD + (i + k) % 4;
-            at[0] = (int8_t)upper[k];
-            at[4] = (int8_t)(code[k] - upper[k] * 256);
-        }
+            memcpy(&y, x + i, 4 * (size_t)(n - i));
+        store_quads(to + 2 * i, (ints)(y * inverse + 12582912.0f) - 0x4b400000);
     }
     return largest / 32512.0f;
 }
@@ -159,11 +146,12 @@ typedef struct {
     float *scratch;                     // [max(key_dim, ROWS_AT_ONCE * tokens)]
     float *minimum, *step;              // per group
     float *line;                        // [2, tokens]
-    int8_t *coefficients;               // of max(key_dim, tokens) / 4 quads
+    int64_t stride;                     // bytes of the coefficients of a query
+    int8_t *coefficients;               // [count, stride]
     float peak[ROWS_AT_ONCE], weight[ROWS_AT_ONCE];
     // Coefficients that do not change with the page: queries by groups of channels.
     float *query_scale, *query_sum;     // [count, groups]
-    int8_t *query_coefficients;         // of key_dim / 4 quads
+    int8_t *query_coefficients;         // [count, stride]
 } State;
 
 static void apply_mask(const Problem *p, const Mask *mask, int64_t row, int64_t head, int64_t token, int64_t n, State *s,
@@ -235,6 +223,11 @@ static int softmax_step(const Problem *p, State *s, int64_t n, int64_t stride) {
 // Ask for memory that is read soon. It comes in pieces of pages, too short for the processor to see a pattern in them.
 INLINE void fetch(const uint8_t *from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 3);
+}
+
+// The same for the page after this one: it need not come as near yet.
+INLINE void fetch_early(const uint8_t *from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 // Lines of memory to ask for ahead of exact tokens.
@@ -365,19 +358,22 @@ INLINE void store_sums(Totals total, const int count, float *to) {
 }
 
 // Codes of up to 2 * LANES tokens of one plane times coefficients: sums[r][hl][lane]. `quads` steps of four channels.
-INLINE void key_sums(const uint8_t *codes, int64_t step, int64_t quads, int n, const int8_t *coefficients,
-                     float *restrict sums, const int shift, const uint32_t mask, const int count) {
+// As many bytes as these codes take are fetched from `next`, a share with each step.
+INLINE void key_sums(const uint8_t *codes, int64_t step, int64_t quads, int n, const uint8_t *next,
+                     const int8_t *coefficients, int64_t stride, float *restrict sums, const int shift,
+                     const uint32_t mask, const int count) {
     Totals total;
     for (int r = 0; r < count; r++) total[r][0][0] = total[r][0][1] = total[r][1][0] = total[r][1][1] = (ints){0};
-    const int wide = mask == 0xffffffffu;
+    const int wide = mask == 0xffffffffu, bits = wide ? 8 : mask == 0x0f0f0f0fu ? 4 : 2, share = n * bits / 2;
 #define STEP(A, B, TWO)                                                                  \
     for (int64_t e = 0; e < quads; e++) {                                                \
         const uint8_t *at = codes + e * step;                                            \
+        fetch_early(next + e * share, share);                                            \
         words a = (A), b = (B);                                                          \
         a = (a >> shift) & mask;                                                         \
         b = (b >> shift) & mask;                                                         \
         for (int r = 0; r < count; r++) {                                                \
-            const int8_t *c = coefficients + e * QUAD + 8 * r;                           \
+            const int8_t *c = coefficients + r * stride + 8 * e;                         \
             ints h = broadcast(c), l = broadcast(c + 4);                                 \
             total[r][0][0] = dot4(total[r][0][0], a, h, wide);                           \
             total[r][0][1] = dot4(total[r][0][1], a, l, wide);                           \
@@ -393,8 +389,9 @@ INLINE void key_sums(const uint8_t *codes, int64_t step, int64_t quads, int n, c
 }
 
 static void key_sums_of(const uint8_t *codes, int64_t step, int64_t quads, int n, int shift, int64_t bits,
-                        const int8_t *coefficients, int64_t count, float *sums) {
-#define CALL(SHIFT, MASK) FOR_COUNT(count, key_sums, codes, step, quads, n, coefficients, sums, SHIFT, MASK)
+                        const uint8_t *next, const int8_t *coefficients, int64_t stride, int64_t count, float *sums) {
+#define CALL(SHIFT, MASK) \
+    FOR_COUNT(count, key_sums, codes, step, quads, n, next, coefficients, stride, sums, SHIFT, MASK)
     if (bits == 8) {
         CALL(0, 0xffffffffu)
     } else if (bits == 4) {
@@ -429,8 +426,10 @@ INLINE int run_of(int64_t t, int64_t end, int64_t plane) {
     return (int)least(least(2 * LANES, end - t), plane - t % plane);
 }
 
-// Keys per channel: scores of one page. `fine` lists `n_fine` channels whose codes are the upper half of 4-bit ones.
-static void scores_per_channel(const Problem *p, State *s, Packed keys, const uint8_t *fine, int64_t n_fine) {
+// Keys per channel: scores of one page, while the codes at `next` are fetched. `fine` lists `n_fine` channels whose codes
+// are the upper half of 4-bit ones.
+static void scores_per_channel(const Problem *p, State *s, Packed keys, const uint8_t *next, const uint8_t *fine,
+                               int64_t n_fine) {
     const int64_t dim = p->key_dim, plane = p->tokens * p->key_bits / 8, line = dim * size_of(p->dtype);
     float sums[ROWS_AT_ONCE * 2 * LANES], scale[ROWS_AT_ONCE], bias[ROWS_AT_ONCE];
     for (int64_t g = 0; g < groups_of(p->tokens, p->key_group); g++) {
@@ -439,13 +438,13 @@ static void scores_per_channel(const Problem *p, State *s, Packed keys, const ui
         for (int64_t i = 0; i < n_fine; i++) s->step[fine[i]] *= 0.8f;
         for (int64_t r = 0; r < s->count; r++) {
             bias[r] = multiply(s->query + r * dim, s->step, s->minimum, dim, s->scratch);
-            scale[r] = split(s->scratch, dim, s->coefficients + 8 * r, &bias[r]);
+            scale[r] = split(s->scratch, dim, s->coefficients + r * s->stride, &bias[r]);
         }
         const int64_t end = least(p->tokens, (g + 1) * p->key_group);
         for (int64_t t = g * p->key_group; t < end;) {
             int n = run_of(t, end, plane), shift = (int)(t / plane * p->key_bits);
-            key_sums_of(keys.codes + t % plane * 4, plane * 4, dim / 4, n, shift, p->key_bits, s->coefficients,
-                        s->count, sums);
+            key_sums_of(keys.codes + t % plane * 4, plane * 4, dim / 4, n, shift, p->key_bits,
+                        next + t * dim * p->key_bits / 8, s->coefficients, s->stride, s->count, sums);
             for (int64_t r = 0; r < s->count; r++)
                 for (int i = 0; i < n; i++)
                     s->scores[r * p->tokens + t + i] = scale[r] * sums[2 * r * LANES + i] + bias[r];
@@ -454,8 +453,8 @@ static void scores_per_channel(const Problem *p, State *s, Packed keys, const ui
     }
 }
 
-// Keys per token: scores of one page.
-static void scores_per_token(const Problem *p, State *s, Packed keys) {
+// Keys per token: scores of one page, while the codes at `next` are fetched.
+static void scores_per_token(const Problem *p, State *s, Packed keys, const uint8_t *next) {
     const int64_t dim = p->key_dim, plane = p->tokens * p->key_bits / 8, groups = groups_of(dim, p->key_group);
     float sums[ROWS_AT_ONCE * 2 * LANES];
     ranges(keys.low, keys.high, p->dtype, p->tokens * groups, p->key_bits, s->minimum, s->step);
@@ -464,7 +463,8 @@ static void scores_per_token(const Problem *p, State *s, Packed keys) {
         for (int64_t t = 0; t < p->tokens;) {
             int n = run_of(t, p->tokens, plane), shift = (int)(t / plane * p->key_bits);
             key_sums_of(keys.codes + from * plane + t % plane * 4, plane * 4, quads, n, shift, p->key_bits,
-                        s->query_coefficients + from / 4 * QUAD, s->count, sums);
+                        next + from * plane + t * quads * p->key_bits / 2, s->query_coefficients + 2 * from, s->stride,
+                        s->count, sums);
             for (int64_t r = 0; r < s->count; r++) {
                 const float scale = s->query_scale[r * groups + g], sum = s->query_sum[r * groups + g];
                 float *scores = s->scores + r * p->tokens + t;
@@ -528,9 +528,10 @@ INLINE void scores_of_tiers(const Problem *p, State *s, Packed keys, const Tiers
     }
 }
 
-// Codes of up to 2 * LANES channels times the weights of all tokens.
-INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, const int8_t *coefficients,
-                       float *restrict sums, const int bits, const int count) {
+// Codes of up to 2 * LANES channels times the weights of all tokens; see `key_sums`.
+INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, const uint8_t *next,
+                       const int8_t *coefficients, int64_t stride, float *restrict sums, const int bits,
+                       const int count) {
     const int planes = 8 / bits, wide = bits == 8;
     const uint32_t mask = bits == 8 ? 0xffffffffu : bits == 4 ? 0x0f0f0f0fu : 0x03030303u;
     Totals total;
@@ -538,12 +539,13 @@ INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, 
 #define STEP(A, B, TWO)                                                                         \
     for (int64_t j = 0; j < plane / 4; j++) {                                                   \
         const uint8_t *at = codes + j * dim * 4;                                                \
+        fetch_early(next + 4 * n * j, 4 * n);                                                   \
         words a = (A), b = (B);                                                                 \
         for (int k = 0; k < planes; k++) {                                                      \
-            const int8_t *quad = coefficients + (k * plane / 4 + j) * QUAD;                     \
+            const int8_t *quad = coefficients + 2 * k * plane + 8 * j;                          \
             words x = (a >> (k * bits)) & mask, y = (b >> (k * bits)) & mask;                   \
             for (int r = 0; r < count; r++) {                                                   \
-                ints h = broadcast(quad + 8 * r), l = broadcast(quad + 8 * r + 4);              \
+                ints h = broadcast(quad + r * stride), l = broadcast(quad + r * stride + 4);    \
                 total[r][0][0] = dot4(total[r][0][0], x, h, wide);                              \
                 total[r][0][1] = dot4(total[r][0][1], x, l, wide);                              \
                 if (TWO) {                                                                      \
@@ -558,9 +560,9 @@ INLINE void value_sums(const uint8_t *codes, int64_t dim, int64_t plane, int n, 
     store_sums(total, count, sums);
 }
 
-static void value_sums_of(const uint8_t *codes, int64_t dim, int64_t plane, int n, int64_t bits,
-                          const int8_t *coefficients, int64_t count, float *sums) {
-#define CALL(BITS) FOR_COUNT(count, value_sums, codes, dim, plane, n, coefficients, sums, BITS)
+static void value_sums_of(const uint8_t *codes, int64_t dim, int64_t plane, int n, int64_t bits, const uint8_t *next,
+                          const int8_t *coefficients, int64_t stride, int64_t count, float *sums) {
+#define CALL(BITS) FOR_COUNT(count, value_sums, codes, dim, plane, n, next, coefficients, stride, sums, BITS)
     if (bits == 8) {
         CALL(8)
     } else if (bits == 4) {
@@ -571,8 +573,8 @@ static void value_sums_of(const uint8_t *codes, int64_t dim, int64_t plane, int 
 #undef CALL
 }
 
-// Add the values of one page, weighted by s->scores, to the output.
-static void add_values(const Problem *p, State *s, Packed values, int64_t held) {
+// Add the values of one page, weighted by s->scores, to the output, while the codes at `next` are fetched.
+static void add_values(const Problem *p, State *s, Packed values, const uint8_t *next, int64_t held) {
     const int64_t dim = p->value_dim, plane = p->tokens * p->value_bits / 8, groups = groups_of(dim, p->value_group);
     float sums[ROWS_AT_ONCE * 2 * LANES], scale[ROWS_AT_ONCE], bias[ROWS_AT_ONCE];
     ranges(values.low, values.high, p->dtype, p->tokens * groups, p->value_bits, s->minimum, s->step);
@@ -589,12 +591,13 @@ static void add_values(const Problem *p, State *s, Packed values, int64_t held) 
         for (int64_t r = 0; r < s->count; r++) {
             bias[r] = multiply(s->scores + r * p->tokens, step, minimum, held, s->scratch);
             for (int64_t t = held; t < p->tokens; t++) s->scratch[t] = 0;
-            scale[r] = split(s->scratch, p->tokens, s->coefficients + 8 * r, &bias[r]);
+            scale[r] = split(s->scratch, p->tokens, s->coefficients + r * s->stride, &bias[r]);
         }
         const int64_t end = least(dim, (g + 1) * p->value_group);
         for (int64_t d = g * p->value_group; d < end;) {
             int n = (int)least(2 * LANES, end - d);
-            value_sums_of(values.codes + d * 4, dim, plane, n, p->value_bits, s->coefficients, s->count, sums);
+            value_sums_of(values.codes + d * 4, dim, plane, n, p->value_bits, next + d * plane, s->coefficients,
+                          s->stride, s->count, sums);
             for (int64_t r = 0; r < s->count; r++)
                 for (int i = 0; i < n; i++) s->out[r * dim + d + i] += scale[r] * sums[2 * r * LANES + i] + bias[r];
             d += n;
@@ -602,10 +605,9 @@ static void add_values(const Problem *p, State *s, Packed values, int64_t held) 
     }
 }
 
-INLINE void fetch_packed(Packed x, int64_t code_bytes, int64_t range_bytes) {
-    fetch(x.codes, code_bytes);
-    fetch(x.low, range_bytes);
-    fetch(x.high, range_bytes);
+INLINE void fetch_ranges(Packed x, int64_t range_bytes) {
+    fetch_early(x.low, range_bytes);
+    fetch_early(x.high, range_bytes);
 }
 
 static void packed_page(const Problem *p, State *s, const Tiers *tiers, const int64_t *before, int64_t row, int64_t head,
@@ -626,22 +628,26 @@ static void packed_page(const Problem *p, State *s, const Tiers *tiers, const in
     const uint8_t *values = keys + p->heads * (key_codes + 2 * key_ranges);
     const Packed k = packed(keys, p->heads, head, key_codes, key_ranges);
     const Packed v = packed(values, p->heads, head, value_codes, value_ranges);
-    const int more = page + 1 < p->n_pages;
-    if (more)
-        fetch_packed(packed(keys + p->page_stride, p->heads, head, key_codes, key_ranges), key_codes, key_ranges);
+    // What comes next: this head's next page, or the next head's first one. It is fetched in the order of its addresses
+    // and little by little, as the processor follows only so many requests at a time.
+    const int last = page + 1 == p->n_pages;
+    const int64_t further = last ? -page * p->page_stride : p->page_stride;
+    const int64_t next_head = least(head + last, p->heads - 1);
+    const Packed next_k = packed(keys + further, p->heads, next_head, key_codes, key_ranges);
+    const Packed next_v = packed(values + further, p->heads, next_head, value_codes, value_ranges);
+    fetch_ranges(next_k, key_ranges);
     if (!p->key_per_channel)
-        scores_per_token(p, s, k);
+        scores_per_token(p, s, k, next_k.codes);
     else if (!tiers)
-        scores_per_channel(p, s, k, NULL, 0);
+        scores_per_channel(p, s, k, next_k.codes, NULL, 0);
     else {
         const int64_t *at = before + 2 * (page * p->heads + head), low = at[0], exact = at[1];
-        scores_per_channel(p, s, k, tiers->low_channel + low, at[2] - low);
+        scores_per_channel(p, s, k, next_k.codes, tiers->low_channel + low, at[2] - low);
         FOR_COUNT(s->count, scores_of_tiers, p, s, k, tiers, low, at[2] - low, exact, at[3] - exact)
     }
     apply_mask(p, &p->mask, row, head, first, held, s, p->tokens);
-    if (more)
-        fetch_packed(packed(values + p->page_stride, p->heads, head, value_codes, value_ranges), value_codes, value_ranges);
-    if (softmax_step(p, s, held, p->tokens)) add_values(p, s, v, held);
+    fetch_ranges(next_v, value_ranges);
+    if (softmax_step(p, s, held, p->tokens)) add_values(p, s, v, next_v.codes, held);
 }
 
 // --- the whole problem -----------------------------------------------------------------------------------------------
@@ -668,10 +674,12 @@ static int64_t lay_out(const Problem *p, State *s, char *space) {
     s->minimum = take(&at, all);
     s->step = take(&at, all);
     s->line = take(&at, 2 * p->tokens);
-    s->coefficients = (int8_t *)take(&at, (most(p->key_dim, p->tokens) + 3) / 4 * QUAD / 4);
+    // Coefficients that start within a vector are written up to a whole vector, too.
+    s->stride = 2 * (padded(most(p->key_dim, p->tokens)) + LANES);
+    s->coefficients = (int8_t *)take(&at, n * s->stride / 4);
     s->query_scale = take(&at, n * groups);
     s->query_sum = take(&at, n * groups);
-    s->query_coefficients = (int8_t *)take(&at, (p->key_dim + 3) / 4 * QUAD / 4);
+    s->query_coefficients = (int8_t *)take(&at, n * s->stride / 4);
     return at - space;
 }
 
@@ -681,8 +689,9 @@ static void begin(const Problem *p, State *s, int64_t row, int64_t head, int64_t
     s->count = least(ROWS_AT_ONCE, all - s->first);
     s->out = out;
     memset(out, 0, 4 * (size_t)(s->count * p->value_dim));
-    const float *query = p->query + ((row * p->heads + head) * all + s->first) * dim;
-    for (int64_t i = 0; i < s->count * dim; i++) s->query[i] = query[i] * (float)p->scaling;
+    const uint8_t *query = p->query + ((row * p->heads + head) * all + s->first) * dim * size_of(p->query_dtype);
+    to_floats(query, p->query_dtype, s->query, s->count * dim);
+    rescale(s->query, s->count * dim, (float)p->scaling);
     const int64_t pad = padded(dim);
     for (int64_t r = 0; r < s->count; r++) {
         s->peak[r] = -INFINITY;
@@ -701,7 +710,7 @@ static void begin(const Problem *p, State *s, int64_t row, int64_t head, int64_t
             const int64_t from = r * dim + g * p->key_group, n = least(p->key_group, dim - g * p->key_group);
             float sum = 0;
             for (int64_t d = 0; d < n; d++) sum += s->query[from + d];
-            int8_t *to = s->query_coefficients + g * p->key_group / 4 * QUAD + 8 * r;
+            int8_t *to = s->query_coefficients + r * s->stride + 2 * g * p->key_group;
             s->query_scale[r * groups + g] = split(s->query + from, n, to, &sum);
             s->query_sum[r * groups + g] = sum;
         }
@@ -779,8 +788,10 @@ int kvq_attend(const void *problem) {
             packed_page(p, &s, p->n_tiers ? tiers + row : NULL, before + 2 * row * (cells + 1), row, head, page);
         for (int64_t i = 0; i < p->n_segments && part == parts - 1; i++) {
             const Segment *x = segments + i;
-            exact_tokens(p, &s, &x->mask, row, head, 0, x->keys + row * x->key_row + head * x->key_head, x->key_token,
-                         x->values + row * x->value_row + head * x->value_head, x->value_token, x->tokens, x->dtype);
+            const int64_t size = size_of(x->dtype);
+            exact_tokens(p, &s, &x->mask, row, head, 0, x->keys + (row * x->key_row + head * x->key_head) * size,
+                         x->key_token * size, x->values + (row * x->value_row + head * x->value_head) * size,
+                         x->value_token * size, x->tokens, x->dtype);
         }
         gather(p, &s);
         memcpy(result + ROWS_AT_ONCE * p->value_dim, s.peak, sizeof s.peak);

@@ -14,9 +14,10 @@ typedef struct {
     int64_t rows, blocks, heads, tokens, dim, dtype;
     int64_t x_row, x_block, x_head, x_token, out_row, out_block;
     int64_t bits, per_channel, group, order, centered, threads;
-    // Of one block of keys in tiers (0 UINT2, 1 UINT4, 2 BF16), [heads, dim]; or NULL.
+    // Of keys in tiers (0 UINT2, 1 UINT4, 2 BF16), [rows, blocks, heads, dim]; or NULL.
     const uint8_t *tiers;
     uint8_t *low, *low_channel, *exact, *exact_channel;
+    const int16_t *counts;  // UINT4 and BF16 channels, [rows, blocks, heads, 2]
 } Quantize;
 
 typedef struct {
@@ -197,15 +198,15 @@ static void center(Space *s, int64_t codes, int64_t groups) {
 }
 
 // Take channels out of the regular part: the lower two bits of UINT4 channels, all of BF16 channels.
-static void set_apart(const Quantize *q, Space *s, int64_t head) {
+static void set_apart(const Quantize *q, Space *s, int64_t item) {
     const int64_t dim = q->dim, plane = q->tokens / 4, size = size_of(q->dtype), groups = groups_of(q->tokens, q->group);
     int64_t low = 0, exact = 0;
-    for (int64_t i = 0; i < head * dim; i++) {
-        low += q->tiers[i] == 1;
-        exact += q->tiers[i] == 2;
+    for (int64_t i = 0; i < item; i++) {
+        low += q->counts[2 * i];
+        exact += q->counts[2 * i + 1];
     }
     for (int64_t d = 0; d < dim; d++) {
-        const uint8_t tier = q->tiers[head * dim + d];
+        const uint8_t tier = q->tiers[item * dim + d];
         if (tier == 1) {
             uint8_t *to = q->low + low * plane;
             memset(to, 0, (size_t)plane);
@@ -239,7 +240,7 @@ int kvq_quantize(const void *problem) {
         uint8_t *out = q->out + row * q->out_row + block * q->out_block;
         const int64_t bits = q->tiers || q->centered ? 4 : q->bits;
         const int64_t groups = quantize_head(&s, x, q->x_token, q->tokens, q->dim, q->dtype, bits, q->per_channel, q->group);
-        if (q->tiers) set_apart(q, &s, head);
+        if (q->tiers) set_apart(q, &s, item);
         if (q->centered) center(&s, q->tokens * q->dim, groups);
         pack(s.codes, q->tokens, q->dim, q->bits, q->order, s.line, out + head * code_bytes);
         uint8_t *ranges = out + q->heads * code_bytes + head * groups * size;

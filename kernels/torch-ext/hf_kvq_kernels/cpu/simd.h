@@ -69,19 +69,20 @@ INLINE float largest_of(floats x) {
 #endif
 }
 
-// The lowest bytes of each lane of `high` and of `low`, four of the one and four of the other in turn, `step` bytes apart.
-INLINE void store_quads(int8_t *to, int64_t step, ints high, ints low) {
+// code = 256 * high + low with signed bytes, of 16 bits at most: four of the one and four of the other in turn.
+INLINE void store_quads(int8_t *to, ints code) {
 #if VB == 64
-    const __m128i h = _mm512_cvtepi32_epi8((__m512i)high), l = _mm512_cvtepi32_epi8((__m512i)low);
-    const __m128i first = _mm_unpacklo_epi32(h, l), second = _mm_unpackhi_epi32(h, l);
-    _mm_storel_epi64((__m128i *)to, first);
-    _mm_storeh_pd((double *)(to + step), _mm_castsi128_pd(first));
-    _mm_storel_epi64((__m128i *)(to + 2 * step), second);
-    _mm_storeh_pd((double *)(to + 3 * step), _mm_castsi128_pd(second));
+    // Plus 128 the upper byte is `high`, and the lower one differs from `low` in its sign.
+    const __m512i bytes = (__m512i)((code + 128) ^ 128);
+    const __m128i order = _mm_set_epi64x(0, 0x0c0804000d090501);
+    const __m512i quads = _mm512_shuffle_epi8(bytes, _mm512_broadcast_i32x4(order));
+    const __m512i packed = _mm512_permutexvar_epi64(_mm512_set_epi64(0, 0, 0, 0, 6, 4, 2, 0), quads);
+    _mm256_storeu_si256((__m256i *)to, _mm512_castsi512_si256(packed));
 #else
+    const ints high = (code + 128) >> 8, low = code - high * 256;
     for (int i = 0; i < LANES; i++) {
-        to[i / 4 * step + i % 4] = (int8_t)high[i];
-        to[i / 4 * step + 4 + i % 4] = (int8_t)low[i];
+        to[i / 4 * 8 + i % 4] = (int8_t)high[i];
+        to[i / 4 * 8 + 4 + i % 4] = (int8_t)low[i];
     }
 #endif
 }

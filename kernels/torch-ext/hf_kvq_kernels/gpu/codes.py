@@ -167,7 +167,7 @@ def quantize_kernel(
         tl.store(ranges + HEADS * TOKENS * groups + place, high, mask=(group < groups)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["words", "ranges", "out_row"])
 def tiers_kernel(
     x,
     tiers,
@@ -175,11 +175,15 @@ def tiers_kernel(
     words,
     ranges,
     low_words,
+    low_channel,
     exact,
+    exact_channel,
     dim,
+    x_row,
     x_head,
     x_token,
     x_channel,
+    out_row,
     ITEM: tl.constexpr,
     HEADS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -187,14 +191,15 @@ def tiers_kernel(
     GROUP: tl.constexpr,
     SATURATE: tl.constexpr,
 ):
-    """One head of one block of keys, TILE of its channels, each in its tier; `places` are those of their records."""
+    """One head of one row's keys, TILE of its channels, each in its tier; `places` are those of their records."""
     row, block, head = locate(1, HEADS)
     ROWS: tl.constexpr = TOKENS // 8
     tokens, channels = tl.arange(0, TOKENS), tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = channels < dim
-    tier = tl.load(tiers + head * dim + channels, mask=inside, other=0)
-    place = tl.load(places + head * dim + channels, mask=inside, other=0).to(tl.int64)
-    raw = load_data(x, row, block, head, tokens, channels, dim, 0, 0, x_head, x_token, x_channel)
+    at = (row * HEADS + head) * dim + channels
+    tier = tl.load(tiers + at, mask=inside, other=0)
+    place = tl.load(places + at, mask=inside, other=0).to(tl.int64)
+    raw = load_data(x, row, block, head, tokens, channels, dim, x_row, 0, x_head, x_token, x_channel)
     data = raw.to(tl.float32)
     SHAPE: tl.constexpr = [TOKENS // GROUP, GROUP, TILE]
     low, high = ranges_of(data, inside[None, :], SHAPE, 1, SATURATE)
@@ -204,17 +209,19 @@ def tiers_kernel(
     is_exact = (tier == 2)[None, :]
     codes = tl.where(is_exact, 0, codes)
     head_words = ROWS * dim
-    store_codes(words + head * head_words, codes, channels, dim, 2, ROWS, TILE)
+    store_codes(words + row * out_row // 2 + head * head_words, codes, channels, dim, 2, ROWS, TILE)
     GROUPS: tl.constexpr = TOKENS // GROUP
     at = (head * GROUPS + tl.arange(0, GROUPS))[:, None] * dim + channels[None, :]
-    ranges += HEADS * head_words * 2 // ITEM
+    ranges += row * out_row // ITEM + HEADS * head_words * 2 // ITEM
     tl.store(ranges + at, tl.where(is_exact, 0.0, low), mask=inside[None, :])
     tl.store(ranges + HEADS * GROUPS * dim + at, tl.where(is_exact, 0.0, high), mask=inside[None, :])
     lower = packed(tl.reshape(fine & 3, [4, ROWS, 2, TILE]), 2)
     at = (place * ROWS)[None, :] + tl.arange(0, ROWS)[:, None]
     tl.store(low_words + at, lower, mask=(inside & (tier == 1))[None, :])
+    tl.store(low_channel + place, channels.to(tl.uint8), mask=inside & (tier == 1))
     at = (place * TOKENS)[None, :] + tokens[:, None]
     tl.store(exact + at, raw, mask=inside[None, :] & is_exact)
+    tl.store(exact_channel + place, channels.to(tl.uint8), mask=inside & (tier == 2))
 
 
 @triton.jit(

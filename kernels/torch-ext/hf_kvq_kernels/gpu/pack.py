@@ -64,24 +64,28 @@ def quantize_(
 
 def quantize_tiers_(
     x: torch.Tensor, tiers: torch.Tensor, out: torch.Tensor, group: int, order: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `hf_kvq_kernels.quantize_tiers_`."""
-    heads, tokens, dim = x.shape
-    low, exact = ((tiers == tier).flatten() for tier in (1, 2))
-    # Records are sorted by head and channel.
-    places = torch.where(exact, exact.cumsum(0), low.cumsum(0)).sub_(1).to(torch.int32)
-    low_channel, exact_channel = ((kind.nonzero()[:, 0] % dim).to(torch.uint8) for kind in (low, exact))
-    low = low_channel.new_empty(len(low_channel), tokens // 4)
-    exact = x.new_empty(len(exact_channel), tokens)
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See `hf_kvq_kernels.quantize_tiers_`; blocks of `out` begin at multiples of the size of an element of `x`."""
+    blocks, heads, tokens, dim = x.shape
+    tiers = tiers.to(torch.uint8).contiguous()
+    kinds = [tiers == tier for tier in (1, 2)]
+    counts = torch.stack([kind.sum(-1) for kind in kinds], dim=-1)
+    # Records are sorted by block, head and channel.
+    in_low, in_exact = (kind.flatten().cumsum(0).view_as(kind) for kind in kinds)
+    places = torch.where(kinds[1], in_exact, in_low).sub_(1).to(torch.int32)
+    # All that the host has to wait for.
+    n_low, n_exact = counts.sum((0, 1)).tolist()
+    low, low_channel = tiers.new_empty(n_low, tokens // 4), tiers.new_empty(n_low)
+    exact, exact_channel = x.new_empty(n_exact, tokens), tiers.new_empty(n_exact)
     tile, _, group = _tiling(tokens, dim, 2, True, group)
     with torch.cuda.device_of(x):
-        tiers_kernel[(heads, triton.cdiv(dim, tile))](
-            x, tiers.to(torch.uint8).contiguous(), places, out.view(torch.int16), out.view(x.dtype),
-            low.view(torch.int16), exact, dim, *x.stride(),
+        tiers_kernel[(blocks * heads, triton.cdiv(dim, tile))](
+            x, tiers, places, out.view(torch.int16), out.view(x.dtype),
+            low.view(torch.int16), low_channel, exact, exact_channel, dim, *x.stride(), out.stride(0),
             ITEM=x.element_size(), HEADS=heads, TOKENS=tokens, TILE=tile, GROUP=group,
             SATURATE=x.dtype != torch.float16, num_warps=4,
         )  # fmt: skip
-    return low, low_channel, exact, exact_channel
+    return low, low_channel, exact, exact_channel, counts.to(torch.int16)
 
 
 def shrink_(
