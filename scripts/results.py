@@ -62,6 +62,7 @@ TABLES = (
     ("Thresholds of mixkvq", "thresholds.csv", "`python scripts/calibrate_thresholds.py --trials 16 --length 1024`"),
     ("Cost of calibration, CPU", "calibration_cost.csv", "`python scripts/bench_calibration.py`"),
     ("Attention of one decode step, CPU", "decode_cpu.csv", "`python scripts/bench_decode.py`"),
+    ("Tokens per second in equal memory, CPU", "batch_cpu.csv", "`python scripts/bench_batch.py`"),
     ("A whole step of SmolLM2, CPU", "decode_model_cpu.csv", "`python scripts/bench_model.py`"),
     ("Attention of one decode step, GPU", "decode_gpu.csv", "`python scripts/gpu_check.py` on a GPU"),
 )
@@ -72,6 +73,7 @@ PICTURES = {
     "thresholds.csv": "thresholds.png",
     "calibration_cost.csv": "calibration_cost.png",
     "decode_cpu.csv": "decode_cpu.png",
+    "batch_cpu.csv": "batch_cpu.png",
 }
 
 #: Reasoning models and long benchmarks, for whoever has a GPU.
