@@ -20,17 +20,17 @@ from ...ops import PackedPart
 
 @dataclass(frozen=True)
 class SimulatedPart(PackedPart):
-    """Pages that stand for `held` keys and values, float32 [rows, heads, tokens, dim], instead of for their codes."""
+    """Pages that stand for `content`, keys and values, float32 [rows, heads, tokens, dim], instead of for codes."""
 
-    held: tuple[torch.Tensor, ...] = ()
+    content: tuple[torch.Tensor, ...] = ()
 
     def decode_keys(self, first: int, last: int) -> torch.Tensor:
         """Keys of the pages `[first, last)`, [rows, heads, tokens, dim]."""
-        return self.held[0][:, :, first * self.keys.tokens : last * self.keys.tokens]
+        return self.content[0][:, :, first * self.keys.tokens : last * self.keys.tokens]
 
     def decode_values(self, first: int, last: int) -> torch.Tensor:
         """Values of the pages `[first, last)`, [rows, heads, tokens, dim]."""
-        return self.held[1][:, :, first * self.keys.tokens : last * self.keys.tokens]
+        return self.content[1][:, :, first * self.keys.tokens : last * self.keys.tokens]
 
 
 class SimulatedLayer(ProgressiveLayer):

@@ -130,7 +130,7 @@ class KVQuantLayer(SimulatedLayer):
             levels, new = self._simulated(keys, values, state.sink + done, part.bits, levels)
             held = new if held is None else tuple(torch.cat(pair, dim=2) for pair in zip(held, new))
             self._known[key] = levels, held
-        return SimulatedPart(part.pages, part.keys, part.values, part.bits, part.mask, part.short, held)
+        return SimulatedPart(part.pages, part.keys, part.values, part.bits, part.mask, part.short, content=held)
 
     def _simulated(
         self, keys: torch.Tensor, values: torch.Tensor, start: int, bits: tuple[int, int], levels: Pair | None

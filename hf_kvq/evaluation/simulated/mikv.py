@@ -178,7 +178,7 @@ class MiKVLayer(SimulatedLayer):
         if not state.pages:
             return [sink]
         part = super()._packed_part(rows, state, None)
-        exact = SimulatedPart(**vars(part), held=self._exact_pages(rows, state))
+        exact = SimulatedPart(**vars(part), content=self._exact_pages(rows, state))
         return [sink, *(keys for _, _, keys, _ in exact.blocks(state.pages * self.page_tokens))]
 
     @torch.inference_mode(False)
@@ -200,7 +200,7 @@ class MiKVLayer(SimulatedLayer):
         low = simulate(keys * factors, self.widths[0], size) / factors, simulate(values, self.widths[1], size)
         high = (simulate(x, self._high(bits), size) for x, bits in zip((keys, values), self.widths))
         held = tuple(torch.where(important, many, few) for many, few in zip(high, low))
-        return SimulatedPart(**vars(part), held=held)
+        return SimulatedPart(**vars(part), content=held)
 
     def _high(self, low: int) -> int:
         """The important tokens' width, where that of the others is `low`."""

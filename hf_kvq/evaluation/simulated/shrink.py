@@ -62,7 +62,7 @@ class ShrinkLayer(SimulatedLayer):
         part = super()._packed_part(rows, state, mask)
         exact = zip((part.keys, part.values), self._exact_pages(rows, state), part.bits)
         held = tuple(simulate(codec, x, bits, self.own["strategy"]) for codec, x, bits in exact)
-        return SimulatedPart(part.pages, part.keys, part.values, part.bits, part.mask, part.short, held)
+        return SimulatedPart(part.pages, part.keys, part.values, part.bits, part.mask, part.short, content=held)
 
 
 class ShrinkCache(SimulatedCache):

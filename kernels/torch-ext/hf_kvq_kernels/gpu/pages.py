@@ -148,11 +148,13 @@ def pages_kernel(
     if HELD:
         n_pages = tl.load(row_pages + row).to(tl.int32)
         pages_per_split = tl.cdiv(n_pages, tl.num_programs(1))
-    first = tl.minimum(split * pages_per_split, n_pages)
+    first = split * pages_per_split
     last = tl.minimum(first + pages_per_split, n_pages)
     if TIERED:
-        # A row without pages may have no counts.
-        before = tl.minimum(first * HEADS + head, n_pages * HEADS)
+        before = first * HEADS + head
+        if HELD:
+            # There are no counts of pages that a row does not hold.
+            before = tl.minimum(before, n_pages * HEADS)
         low_at, exact_at = records_before(counts, before)
 
     page_words = words + first.to(tl.int64) * pages_page
